@@ -1,0 +1,72 @@
+"""The copy engine's interface: the CPU and the CUDA engine have the same one.
+
+    KVLayout     where the bytes of a block lie on the device: regions [num_blocks, fragment_bytes]
+    HostSlab     the host's slots: [num_slots, slot_bytes], a slot holds a block's fragments one after the other
+    CopyEngine   takes orders, moves bytes, answers each order once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvortex.messages import CopyOrder, JobResult
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The device side: every byte of block `b` is `regions[i][b]` over all i.
+
+    Attributes:
+        regions: uint8 tensors [num_blocks, fragment_bytes_i]; rows are contiguous, the row stride may be larger than
+            the fragment. Views of vLLM's own KV memory, never copies.
+    """
+
+    regions: tuple[torch.Tensor, ...]
+
+    def __post_init__(self) -> None:
+        assert self.regions, "a KV layout needs at least one region"
+        for region in self.regions:
+            assert region.dtype == torch.uint8, region.dtype
+            assert region.dim() == 2, region.shape
+            assert region.stride(1) == 1, region.stride()
+            assert region.shape[0] == self.regions[0].shape[0], [r.shape for r in self.regions]
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.regions[0].shape[0])
+
+    @property
+    def fragment_bytes(self) -> tuple[int, ...]:
+        """Bytes of a block in each region."""
+        return tuple(int(region.shape[1]) for region in self.regions)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block on this rank, over all regions."""
+        return sum(self.fragment_bytes)
+
+
+class CopyEngine(Protocol):
+    """Moves blocks between a KVLayout and a HostSlab. Called from the worker's main thread only.
+
+    Invariants (DESIGN 3, 6, 7): an order is answered exactly once; after its answer none of its bytes are read or
+    written; a STORE reads a GPU block only after the kernels submitted before it, a LOAD writes one only after the
+    kernels that read it; loads go before stores, among loads first come first served; nothing waits without a
+    deadline; an error in a copy is a FAILED answer, never an exception to the caller.
+    """
+
+    def submit(self, orders: Sequence[CopyOrder]) -> None:
+        """Takes orders, in this order, behind what was submitted to the device's compute stream until now."""
+        ...
+
+    def poll(self) -> list[JobResult]:
+        """The answers since the last call; never blocks."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """Gives up what is waiting, waits for what is being copied, ends the threads. True if all of it ended in time."""
+        ...
