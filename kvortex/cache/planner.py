@@ -1,0 +1,100 @@
+"""When to copy cold blocks to RAM, and which.
+
+Storing begins when the share of VRAM that is resident (complete and without a copy) passes `threshold`, and goes on,
+at most `batch_blocks` a step, until it is down to `target`. So VRAM always has blocks that it may take at once, and no
+copy stands on the path of an allocation. A threshold of 0 is write-through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvortex.cache.index import BlockIndex, KeyState, Refused, Reservation
+from kvortex.cache.residency import Candidate, Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Shares of the VRAM blocks, 0 to 1, `target <= threshold`; blocks a step; seconds."""
+
+    threshold: float
+    target: float
+    batch_blocks: int
+    idle_after_s: float
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.target <= self.threshold <= 1, (self.target, self.threshold)
+        assert self.batch_blocks >= 1, self.batch_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDecision:
+    """What one step stores: block `candidates[i]` goes to `reservation.slots[i]`; no reservation, nothing to store.
+
+    Attributes:
+        refused: blocks that found no slot, all being pinned; counted once, they are due again after their next use.
+    """
+
+    candidates: tuple[Candidate, ...] = ()
+    reservation: Reservation | None = None
+    refused: int = 0
+
+
+NOTHING = StoreDecision()
+
+
+class OffloadPlanner:
+    """Decides, once a step, which blocks to store. EngineCore process, scheduler thread."""
+
+    def __init__(
+        self, watermarks: Watermarks, capacity_blocks: int, residency: Residency, index: BlockIndex
+    ) -> None:
+        self._marks = watermarks
+        self._start_above = int(watermarks.threshold * capacity_blocks)
+        self._stop_at = int(watermarks.target * capacity_blocks)
+        self._residency = residency
+        self._index = index
+        self._storing = False
+        self.in_flight_blocks = 0
+        """Blocks given out and not yet reported by `ended`."""
+
+    def plan(self, in_use: Callable[[int], bool]) -> StoreDecision:
+        """This step's stores. Slots are reserved, evicting what the policy gives up; all or nothing for the batch.
+
+        Costs the blocks it stores; one comparison when nothing is due.
+        """
+        due = self._residency.resident_blocks - self.in_flight_blocks
+        if due > self._start_above:
+            self._storing = True
+        if due <= self._stop_at:
+            self._storing = False
+        if not self._storing:
+            return NOTHING
+        wanted = min(due - self._stop_at, self._marks.batch_blocks)
+        self._storing = due - wanted > self._stop_at
+        taken = self._residency.take(wanted, in_use=in_use, idle_after_s=self._marks.idle_after_s)
+        # Two VRAM blocks may hold the same content; one copy serves both. The policy expects heads before tails, and
+        # the queue gives tails first.
+        unique = {c.key: c for c in reversed(taken) if self._index.state_of(c.key) is KeyState.ABSENT}
+        candidates = tuple(unique.values())
+        return self._reserve(candidates) if candidates else NOTHING
+
+    def _reserve(self, candidates: tuple[Candidate, ...]) -> StoreDecision:
+        answer = self._index.reserve([c.key for c in candidates])
+        refused = 0
+        if isinstance(answer, Refused):
+            refused = len(candidates) - answer.available
+            candidates = candidates[refused:]
+            if not candidates:
+                return StoreDecision(refused=refused)
+            answer = self._index.reserve([c.key for c in candidates])
+        assert isinstance(answer, Reservation), answer
+        self._residency.copies_lost(answer.evicted)
+        self.in_flight_blocks += len(candidates)
+        return StoreDecision(candidates, answer, refused)
+
+    def ended(self, num_blocks: int) -> None:
+        """The stores of `num_blocks` blocks ended, whatever the outcome."""
+        self.in_flight_blocks -= num_blocks
+        assert self.in_flight_blocks >= 0, (self.in_flight_blocks, num_blocks)

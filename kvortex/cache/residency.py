@@ -1,0 +1,168 @@
+"""Which complete blocks VRAM holds, which of them RAM holds too, and which should be copied next.
+
+    resident   complete in VRAM, no copy in RAM      candidate for a store while it was not tried since its last use
+    clean      complete in VRAM, copy in RAM         VRAM may take its place at once
+
+Told by the view of vLLM's block pool and by the RAM index; asked by the planner. Every call costs the blocks it names,
+never the blocks held. EngineCore process, scheduler thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+from kvortex.keys import BlockKey
+
+EXAMINED_PER_CANDIDATE = 2
+"""How many queue heads may be looked at for each block wanted; bounds a step that meets blocks in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A resident block that may be stored."""
+
+    block_id: int
+    key: BlockKey
+
+
+class Residency:
+    """The VRAM side of the cache as the scheduler side knows it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._key_of: dict[int, BlockKey] = {}
+        self._blocks_of: dict[BlockKey, set[int]] = {}
+        self._clean_keys: set[BlockKey] = set()
+        self._clean_blocks = 0
+        # Resident blocks not yet given out for a store, the longest unused first, with the time of their last use.
+        self._queue: OrderedDict[int, float] = OrderedDict()
+
+    @property
+    def complete_blocks(self) -> int:
+        return len(self._key_of)
+
+    @property
+    def clean_blocks(self) -> int:
+        return self._clean_blocks
+
+    @property
+    def resident_blocks(self) -> int:
+        return len(self._key_of) - self._clean_blocks
+
+    @property
+    def queued_blocks(self) -> int:
+        """Resident blocks that a store could take now."""
+        return len(self._queue)
+
+    def holds(self, key: BlockKey) -> bool:
+        """True while VRAM has a complete block of this key."""
+        return key in self._blocks_of
+
+    def block_cached(self, block_id: int, key: BlockKey, *, in_ram: bool) -> None:
+        """VRAM block `block_id` is complete and found under `key`; `in_ram` if a copy is published already."""
+        if block_id in self._key_of:
+            return  # vLLM may file one block under more hashes; the first names it
+        self._key_of[block_id] = key
+        self._blocks_of.setdefault(key, set()).add(block_id)
+        if in_ram:
+            self._clean_keys.add(key)
+        if key in self._clean_keys:
+            self._clean_blocks += 1
+        else:
+            self._queue[block_id] = self._clock()
+
+    def block_uncached(self, block_id: int, key: BlockKey) -> bool:
+        """VRAM no longer finds `block_id` under `key`: it is about to be written anew. False if `key` did not name it."""
+        if self._key_of.get(block_id) != key:
+            return False
+        del self._key_of[block_id]
+        self._queue.pop(block_id, None)
+        if key in self._clean_keys:
+            self._clean_blocks -= 1
+        blocks = self._blocks_of[key]
+        blocks.remove(block_id)
+        if not blocks:
+            del self._blocks_of[key]
+            self._clean_keys.discard(key)
+        return True
+
+    def copied(self, key: BlockKey) -> None:
+        """RAM has published a copy of `key`: its VRAM blocks are clean."""
+        blocks = self._blocks_of.get(key)
+        if blocks is None or key in self._clean_keys:
+            return
+        self._clean_keys.add(key)
+        self._clean_blocks += len(blocks)
+        for block_id in blocks:
+            self._queue.pop(block_id, None)
+
+    def copies_lost(self, keys: Iterable[BlockKey]) -> None:
+        """RAM has given up these keys. Their VRAM blocks are resident again, and stored again only after their next
+        use: a RAM tier smaller than VRAM would otherwise copy the same blocks for ever."""
+        for key in keys:
+            if key in self._clean_keys:
+                self._clean_keys.remove(key)
+                self._clean_blocks -= len(self._blocks_of[key])
+
+    def used(self, block_ids: Iterable[int]) -> None:
+        """A request that used these blocks ended, the block used last named last: its resident ones move to the
+        queue's end, and come back to it if they had left it."""
+        now = self._clock()
+        for block_id in block_ids:
+            key = self._key_of.get(block_id)
+            if key is not None and key not in self._clean_keys:
+                self._queue[block_id] = now
+                self._queue.move_to_end(block_id)
+
+    def take(self, count: int, *, in_use: Callable[[int], bool], idle_after_s: float) -> list[Candidate]:
+        """Takes up to `count` blocks off the queue: cold ones idle for `idle_after_s` first, then other cold ones, then
+        complete blocks of running requests; within each, the longest unused first. Looks at a bounded number of
+        blocks; those in use that it passes over go to the queue's end, where their next use puts them anyway."""
+        if count <= 0:
+            return []
+        now = self._clock()
+        idle: list[int] = []
+        fresh: list[int] = []
+        busy: list[int] = []
+        for block_id, last_used in islice(self._queue.items(), EXAMINED_PER_CANDIDATE * count):
+            if in_use(block_id):
+                busy.append(block_id)
+            elif now - last_used >= idle_after_s:
+                idle.append(block_id)
+            else:
+                fresh.append(block_id)
+        taken = (idle + fresh + busy)[:count]
+        for block_id in taken:
+            del self._queue[block_id]
+        for block_id in busy:
+            if block_id in self._queue:
+                self._queue[block_id] = now
+                self._queue.move_to_end(block_id)
+        return [Candidate(block_id, self._key_of[block_id]) for block_id in taken]
+
+    def all_copies_lost(self) -> None:
+        """RAM was emptied: every complete block is resident and due again. Costs the blocks of VRAM; for resets."""
+        self._clean_keys.clear()
+        self._clean_blocks = 0
+        now = self._clock()
+        for block_id in self._key_of:
+            self._queue.setdefault(block_id, now)
+
+    def clear(self) -> None:
+        """vLLM forgot its prefix cache."""
+        self._key_of.clear()
+        self._blocks_of.clear()
+        self._clean_keys.clear()
+        self._clean_blocks = 0
+        self._queue.clear()
+
+    def check(self) -> None:
+        """Verifies every count by a scan; for tests and soaks."""
+        clean = sum(1 for key in self._key_of.values() if key in self._clean_keys)
+        assert clean == self._clean_blocks, (clean, self._clean_blocks)
+        assert sum(len(blocks) for blocks in self._blocks_of.values()) == len(self._key_of)
+        for block_id in self._queue:
+            assert self._key_of[block_id] not in self._clean_keys, block_id

@@ -1,0 +1,90 @@
+"""What the cache has done, as counters that only grow, and as the one document everything shows.
+
+`Ledger` counts; `snapshot` (in the scheduler side) adds what is true now. Every queried token is counted exactly once, when its fate
+is known: as vram_hit, ram_hit or computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Refusal(Enum):
+    """Why a block or a load was not moved. Every drop is counted under one of these."""
+
+    RAM_PINNED = "ram_pinned"
+    SOURCE_REUSED = "source_reused"
+    RESET = "reset"
+    LAYOUT = "layout"
+    ABORTED = "aborted"
+
+
+@dataclass(slots=True)
+class TransferCount:
+    """One direction's copies that ended well, summed over ranks; seconds are those of the slowest rank."""
+
+    blocks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    in_flight: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "blocks": self.blocks,
+            "bytes": self.bytes,
+            "seconds": round(self.seconds, 6),
+            "in_flight": self.in_flight,
+        }
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The counters of one engine. Scheduler thread writes, under the scheduler side's lock."""
+
+    queried: int = 0
+    vram_hit: int = 0
+    ram_hit: int = 0
+    computed: int = 0
+    store: TransferCount = field(default_factory=TransferCount)
+    load: TransferCount = field(default_factory=TransferCount)
+    ram_evicted: int = 0
+    vram_evicted: int = 0
+    dedup_references: int = 0
+    dedup_unique: int = 0
+    store_failures: int = 0
+    load_failures: int = 0
+    recomputed_tokens: int = 0
+    refused: Counter[Refusal] = field(default_factory=Counter)
+    ignored_answers: int = 0
+
+    def count_tokens(self, *, vram_hit: int, ram_hit: int, computed: int) -> None:
+        """A request's prompt tokens, once, when their fate is known."""
+        assert min(vram_hit, ram_hit, computed) >= 0, (vram_hit, ram_hit, computed)
+        self.queried += vram_hit + ram_hit + computed
+        self.vram_hit += vram_hit
+        self.ram_hit += ram_hit
+        self.computed += computed
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counters in the shape of `/kvortex/stats`."""
+        return {
+            "tokens": {
+                "queried": self.queried,
+                "vram_hit": self.vram_hit,
+                "ram_hit": self.ram_hit,
+                "computed": self.computed,
+            },
+            "store": self.store.as_dict(),
+            "load": self.load.as_dict(),
+            "evicted": {"ram_blocks": self.ram_evicted, "vram_blocks": self.vram_evicted},
+            "dedup": {"references": self.dedup_references, "unique_blocks": self.dedup_unique},
+            "failures": {
+                "store": self.store_failures,
+                "load": self.load_failures,
+                "recomputed_tokens": self.recomputed_tokens,
+            },
+            "refused": {reason.value: self.refused[reason] for reason in Refusal},
+        }

@@ -1,0 +1,150 @@
+"""When storing begins, how much a step stores, when it ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvortex.cache.index import BlockIndex
+from kvortex.cache.planner import OffloadPlanner, StoreDecision, Watermarks
+from kvortex.cache.policies import make_policy
+from kvortex.cache.residency import Residency
+from kvortex.keys import BlockKey
+
+CAPACITY = 100
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(number.to_bytes(32, "big") + bytes(4))
+
+
+class World:
+    """A planner over a VRAM of 100 blocks and a RAM of `slots`."""
+
+    def __init__(self, slots: int = 1000, **marks: float) -> None:
+        settings = {"threshold": 0.85, "target": 0.75, "batch_blocks": 4, "idle_after_s": 30.0, **marks}
+        self.residency = Residency(lambda: 0.0)
+        self.index = BlockIndex(slots, make_policy("lru", slots))
+        self.planner = OffloadPlanner(Watermarks(**settings), CAPACITY, self.residency, self.index)
+        self.in_use: set[int] = set()
+
+    def fill(self, *blocks: int) -> None:
+        for block_id in blocks:
+            self.residency.block_cached(block_id, key(block_id), in_ram=False)
+
+    def step(self) -> list[int]:
+        decision = self.planner.plan(self.in_use.__contains__)
+        self.last = decision
+        return sorted(c.block_id for c in decision.candidates)
+
+    def complete(self, decision: StoreDecision) -> None:
+        assert decision.reservation is not None
+        self.index.publish(decision.reservation.slots)
+        for candidate in decision.candidates:
+            self.residency.copied(candidate.key)
+        self.planner.ended(len(decision.candidates))
+
+
+def test_nothing_is_stored_up_to_the_threshold():
+    world = World()
+    world.fill(*range(85))
+    assert world.step() == []
+
+
+def test_past_the_threshold_batches_are_stored_down_to_the_target():
+    world = World()
+    world.fill(*range(86))
+    stored = [world.step() for _ in range(5)]
+    assert [len(blocks) for blocks in stored] == [4, 4, 3, 0, 0]
+    assert sorted(sum(stored, [])) == list(range(11)), "the longest unused ones"
+
+
+def test_a_step_never_stores_more_than_a_batch():
+    world = World(batch_blocks=2)
+    world.fill(*range(100))
+    assert len(world.step()) == 2
+
+
+def test_after_the_target_storing_waits_for_the_threshold_again():
+    world = World(batch_blocks=50)
+    world.fill(*range(86))
+    world.step()
+    world.complete(world.last)
+    assert world.residency.resident_blocks == 75
+    world.fill(*range(200, 205))
+    assert world.step() == []
+
+
+def test_a_threshold_of_zero_is_write_through():
+    world = World(threshold=0.0, target=0.0)
+    world.fill(3)
+    assert world.step() == [3]
+
+
+def test_running_requests_blocks_are_stored_when_cold_ones_are_not_enough():
+    world = World(batch_blocks=50)
+    world.fill(*range(90))
+    world.in_use = set(range(5, 90))
+    assert set(range(5)) <= set(world.step())
+    assert len(world.last.candidates) == 15
+
+
+def test_one_copy_serves_two_blocks_of_one_content():
+    world = World(threshold=0.0, target=0.0)
+    world.residency.block_cached(1, key(7), in_ram=False)
+    world.residency.block_cached(2, key(7), in_ram=False)
+    assert len(world.step()) == 1
+    world.complete(world.last)
+    assert world.residency.clean_blocks == 2
+    assert world.step() == []
+
+
+def test_a_full_ram_gives_up_its_oldest_blocks_heads_last():
+    world = World(slots=3, threshold=0.0, target=0.0)
+    for block in (1, 2, 3, 4):
+        world.fill(block)
+        world.step()
+        world.complete(world.last)
+    assert world.last.reservation is not None
+    assert world.last.reservation.evicted == (key(1),)
+
+
+def test_a_ram_of_pinned_blocks_refuses_without_changing_anything_and_says_how_many():
+    world = World(slots=2, threshold=0.0, target=0.0)
+    world.fill(1, 2)
+    world.step()
+    world.complete(world.last)
+    world.index.pin(world.index.match([key(1)]) + world.index.match([key(2)]))
+    world.fill(3, 4, 5)
+    assert world.step() == []
+    assert world.last.refused == 3
+    assert world.step() == []
+    assert world.last.refused == 0, "counted once"
+    world.index.check()
+
+
+def test_a_ram_smaller_than_vram_does_not_copy_the_same_blocks_for_ever():
+    world = World(slots=5, threshold=0.0, target=0.0, batch_blocks=10)
+    world.fill(*range(20))
+    copies = 0
+    for _ in range(50):
+        blocks = world.step()
+        copies += len(blocks)
+        if world.last.reservation is not None:
+            world.complete(world.last)
+    assert copies <= 20
+    world.residency.check()
+    world.index.check()
+
+
+def test_blocks_in_flight_count_as_stored():
+    world = World(batch_blocks=50)
+    world.fill(*range(86))
+    assert len(world.step()) == 11
+    assert world.step() == []
+    world.planner.ended(11)
+
+
+@pytest.mark.parametrize("target", [0.9, 1.1, -0.1])
+def test_watermarks_in_the_wrong_order_are_our_bug(target):
+    with pytest.raises(AssertionError):
+        Watermarks(threshold=0.85, target=target, batch_blocks=1, idle_after_s=1.0)

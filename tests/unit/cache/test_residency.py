@@ -1,0 +1,159 @@
+"""Which VRAM blocks are resident, clean, and due for a store."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvortex.cache.residency import Residency
+from kvortex.keys import BlockKey
+
+
+def key(name: str) -> BlockKey:
+    return BlockKey(name.encode().ljust(36, b"."))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def residency(clock: Clock) -> Residency:
+    return Residency(clock)
+
+
+def nothing_in_use(block_id: int) -> bool:
+    return False
+
+
+def taken(residency: Residency, count: int, in_use=nothing_in_use, idle_after_s: float = 30.0) -> list[int]:
+    return [c.block_id for c in residency.take(count, in_use=in_use, idle_after_s=idle_after_s)]
+
+
+def test_a_block_is_resident_until_its_copy_is_published(residency):
+    residency.block_cached(1, key("a"), in_ram=False)
+    assert (residency.resident_blocks, residency.clean_blocks) == (1, 0)
+    residency.copied(key("a"))
+    assert (residency.resident_blocks, residency.clean_blocks) == (0, 1)
+    residency.check()
+
+
+def test_a_block_loaded_from_ram_is_clean_at_once_and_never_queued(residency):
+    residency.block_cached(1, key("a"), in_ram=True)
+    assert residency.clean_blocks == 1
+    assert taken(residency, 5) == []
+
+
+def test_two_blocks_of_one_content_become_clean_together(residency):
+    residency.block_cached(1, key("a"), in_ram=False)
+    residency.block_cached(2, key("a"), in_ram=False)
+    residency.copied(key("a"))
+    assert residency.clean_blocks == 2
+    residency.block_uncached(1, key("a"))
+    assert residency.clean_blocks == 1
+    assert residency.holds(key("a"))
+    residency.check()
+
+
+def test_a_block_taken_for_something_else_is_forgotten(residency):
+    residency.block_cached(1, key("a"), in_ram=False)
+    assert residency.block_uncached(1, key("a"))
+    assert not residency.block_uncached(1, key("a"))
+    assert residency.complete_blocks == 0
+    assert taken(residency, 1) == []
+
+
+def test_a_second_hash_of_a_block_does_not_rename_it(residency):
+    residency.block_cached(1, key("a"), in_ram=False)
+    residency.block_cached(1, key("b"), in_ram=True)
+    assert residency.clean_blocks == 0
+    assert not residency.block_uncached(1, key("b"))
+    assert residency.complete_blocks == 1
+
+
+def test_the_longest_unused_block_is_taken_first(residency):
+    for block_id, name in enumerate("abc"):
+        residency.block_cached(block_id, key(name), in_ram=False)
+    residency.used([0])
+    assert taken(residency, 2) == [1, 2]
+    assert taken(residency, 2) == [0]
+
+
+def test_idle_blocks_go_before_fresh_ones_and_those_before_running_ones(residency, clock):
+    residency.block_cached(0, key("running"), in_ram=False)
+    residency.block_cached(1, key("idle"), in_ram=False)
+    clock.now = 100.0
+    residency.block_cached(2, key("fresh"), in_ram=False)
+    running = {0}
+    assert taken(residency, 1, running.__contains__) == [1]
+    assert taken(residency, 1, running.__contains__) == [2]
+    assert taken(residency, 1, running.__contains__) == [0]
+
+
+def test_idle_after_decides_whether_a_cold_block_is_a_first_candidate(residency, clock):
+    residency.block_cached(0, key("a"), in_ram=False)
+    clock.now = 10.0
+    residency.block_cached(1, key("b"), in_ram=False)
+    clock.now = 20.0
+    busy_then_cold = {0}
+    # With 15 s, neither is idle; with 5 s, block 1 is, and block 0 is in use.
+    assert taken(residency, 1, busy_then_cold.__contains__, idle_after_s=5.0) == [1]
+
+
+def test_a_step_looks_at_a_bounded_number_of_blocks(residency):
+    for block_id in range(1000):
+        residency.block_cached(block_id, key(str(block_id)), in_ram=False)
+    looked_at = []
+
+    def in_use(block_id: int) -> bool:
+        looked_at.append(block_id)
+        return block_id < 900
+
+    residency.take(10, in_use=in_use, idle_after_s=30.0)
+    assert len(looked_at) == 20
+
+
+def test_blocks_in_use_that_were_passed_over_do_not_hide_cold_ones(residency):
+    for block_id in range(100):
+        residency.block_cached(block_id, key(str(block_id)), in_ram=False)
+    cold = {99}
+    found: list[int] = []
+    for _ in range(60):
+        found += taken(residency, 1, lambda b: b not in cold)
+        if 99 in found:
+            break
+    assert 99 in found
+
+
+def test_a_copy_that_ram_gave_up_makes_the_block_resident_but_not_due_before_its_next_use(residency):
+    residency.block_cached(1, key("a"), in_ram=True)
+    residency.copies_lost([key("a"), key("never seen")])
+    assert residency.resident_blocks == 1
+    assert taken(residency, 1) == []
+    residency.used([1])
+    assert taken(residency, 1) == [1]
+    residency.check()
+
+
+def test_emptied_ram_makes_every_block_due_again(residency):
+    residency.block_cached(1, key("a"), in_ram=True)
+    residency.block_cached(2, key("b"), in_ram=False)
+    residency.all_copies_lost()
+    assert residency.resident_blocks == 2
+    assert sorted(taken(residency, 5)) == [1, 2]
+    residency.check()
+
+
+def test_a_reset_of_vllms_cache_forgets_all(residency):
+    residency.block_cached(1, key("a"), in_ram=True)
+    residency.clear()
+    assert residency.complete_blocks == residency.clean_blocks == residency.queued_blocks == 0
+    residency.check()
