@@ -1,0 +1,186 @@
+"""What differs between the vLLM versions supported, in one place. Nothing else in the package asks for a version.
+
+    0.26 .. 0.29   KV tensors named by `shared_by`; failed loads reported by block id only
+    0.30 .. 0.33   KV tensors placed by stride inside one allocation; failed loads reported by request
+Both are told apart by what they have, not by their number, except for the range itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvortex.cache.prefix import GroupShape
+from kvortex.config.vllm_install import check_supported
+from kvortex.errors import UnfitError
+from kvortex.keys import BlockKey
+from kvortex.transfer.base import KVLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+REPORTS_FAILED_REQUESTS = hasattr(connector_base, "KVConnectorTransferResults")
+"""vLLM takes failed loads by request, which models with several KV groups need."""
+
+_TENSORS_PLACED_BY_STRIDE = "layer_stride" in {f.name for f in fields(KVCacheTensor)}
+
+
+def check_version() -> None:
+    """Raises UnfitError when the vLLM imported is outside the supported range."""
+    check_supported(str(vllm.__version__))
+
+
+def group_shapes(kv_cache_config: KVCacheConfig) -> list[GroupShape]:
+    """The KV groups as the prefix matcher needs them.
+
+    Raises:
+        UnfitError: a group's attention is of a kind whose blocks KVortex cannot restore.
+    """
+    shapes = [
+        GroupShape(i, int(_uniform(group.kv_cache_spec).block_size), _window(_uniform(group.kv_cache_spec)))
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+    ]
+    several = len(shapes) > 1
+    if several and not REPORTS_FAILED_REQUESTS:
+        raise UnfitError(
+            f"vLLM {vllm.__version__} cannot recompute a failed load of a model with several KV groups",
+            hint="use a newer vLLM, or run this model without KVortex: kv_cache.backend: none",
+        )
+    return shapes
+
+
+def _uniform(spec: KVCacheSpec) -> KVCacheSpec:
+    """Layers of one kind with differing head sizes come wrapped; any of them tells the kind."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return next(iter(spec.kv_cache_specs.values()))
+    return spec
+
+
+def _window(spec: KVCacheSpec) -> int | None:
+    name = type(spec).__name__
+    if isinstance(spec, SlidingWindowSpec) and name == "SlidingWindowSpec":
+        # Tokens that some speculative decoders keep below the window are restored with it.
+        return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+    if isinstance(spec, FullAttentionSpec) and name in ("FullAttentionSpec", "MLAAttentionSpec"):
+        return None
+    raise UnfitError(
+        f"KVortex cannot restore the KV of {name} layers",
+        hint="run this model without KVortex: kv_cache.backend: none (or leave --kv-transfer-config out)",
+    )
+
+
+def block_bytes(kv_cache_config: KVCacheConfig) -> int:
+    """Bytes of one block on one rank, over all layers that share a block id."""
+    tensors = kv_cache_config.kv_cache_tensors
+    assert tensors, "vLLM gave no KV tensors"
+    if _TENSORS_PLACED_BY_STRIDE:
+        total = int(tensors[0].size)
+    else:
+        total = sum(int(t.size) for t in tensors)
+    return total // int(kv_cache_config.num_blocks)
+
+
+def kv_layout(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> KVLayout:
+    """vLLM's KV memory as regions [num_blocks, fragment_bytes] that share its storage.
+
+    Args:
+        kv_caches: layer name -> tensor (or list of tensors over one storage), as `register_kv_caches` gets it.
+    """
+    if _TENSORS_PLACED_BY_STRIDE:
+        regions = _regions_by_stride(kv_caches, kv_cache_config)
+    else:
+        regions = _regions_by_storage(kv_caches, int(kv_cache_config.num_blocks))
+    layout = KVLayout(tuple(regions))
+    expected = block_bytes(kv_cache_config)
+    assert layout.block_bytes == expected, (
+        f"the KV regions hold {layout.block_bytes} bytes a block, vLLM says {expected}"
+    )
+    return layout
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _first_tensor(value: Any) -> torch.Tensor:
+    tensor = value[0] if isinstance(value, (list, tuple)) else value
+    assert isinstance(tensor, torch.Tensor), type(value)
+    return tensor
+
+
+def _regions_by_stride(kv_caches: Mapping[str, Any], config: KVCacheConfig) -> list[torch.Tensor]:
+    num_blocks = int(config.num_blocks)
+    regions: dict[int, torch.Tensor] = {}
+    for placed in config.kv_cache_tensors:
+        name = next((layer for layer in placed.layers if layer in kv_caches), None)
+        if name is None:
+            continue
+        raw = _raw(_first_tensor(kv_caches[name]))
+        block_stride = int(placed.block_stride)
+        span = num_blocks * block_stride
+        if placed.layer_stride >= span:  # each layer (or group of its heads) has blocks of its own
+            start, length = int(placed.offset), len(placed.layers) * int(placed.layer_stride)
+        else:  # a block holds all layers, one after the other
+            start, length = 0, span
+        for region in raw[start : start + length].view(-1, num_blocks, block_stride):
+            regions.setdefault(region.data_ptr(), region)
+    return list(regions.values())
+
+
+def _regions_by_storage(kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tensor]:
+    regions: dict[int, torch.Tensor] = {}
+    for value in kv_caches.values():
+        tensor = _first_tensor(value)
+        raw = _raw(tensor)
+        if raw.data_ptr() in regions:
+            continue
+        page = raw.numel() // num_blocks
+        # A dimension whose stride passes a whole block lies outside the blocks: K and V one after the other.
+        strides = [tensor.stride(d) * tensor.element_size() for d in range(tensor.dim())]
+        outer = [d for d, stride in enumerate(strides) if stride > page]
+        count = tensor.shape[outer[0]] if outer else 1
+        for region in raw[: page * num_blocks].view(count, num_blocks, -1):
+            regions.setdefault(region.data_ptr(), region)
+    return list(regions.values())
+
+
+def request_keys(
+    request: Request, group: GroupShape, hash_block_size: int, *, start: int = 0
+) -> list[BlockKey]:
+    """A key for each complete block of the request's tokens from block `start` on: vLLM's chained hash, group's id."""
+    hashes = resolve_block_hashes(request.block_hashes, hash_block_size, group.block_size)
+    return [
+        BlockKey(make_block_hash_with_group_id(hashes[i], group.group_id)) for i in range(start, len(hashes))
+    ]
+
+
+def drops_last_block(vllm_config: VllmConfig) -> bool:
+    """Speculative decoding that needs the last matched block's hidden states recomputed."""
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return False
+    if hasattr(speculative, "use_eagle_block_drop"):
+        return bool(speculative.use_eagle_block_drop())
+    return bool(speculative.use_eagle())
+
+
+def transfer_results(finished: set[str], failed: set[str]) -> Any:
+    """vLLM's own type for ended loads, where it has one."""
+    return connector_base.KVConnectorTransferResults(
+        finished_sending=set(), finished_recving=finished, failed_recving=failed
+    )

@@ -1,0 +1,192 @@
+"""`KVortexConnector`: what vLLM calls. Translates vLLM's hooks to the scheduler side or the worker side, no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+
+from kvortex.cache.index import BlockIndex
+from kvortex.cache.policies import make_policy
+from kvortex.messages import StepPlan, StepReport
+from kvortex.vllm_plugin import compat
+from kvortex.vllm_plugin.scheduler import SchedulerSide
+from kvortex.vllm_plugin.setup import engine_facts
+from kvortex.vllm_plugin.stats_socket import StatsServer
+from kvortex.vllm_plugin.worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+
+@dataclass
+class KVortexMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A step's plan on its way to the workers."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class KVortexWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The workers' answers on their way back."""
+
+    report: StepReport = field(default_factory=StepReport)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVortexWorkerMetadata:
+        assert isinstance(other, KVortexWorkerMetadata), type(other)
+        return KVortexWorkerMetadata(self.report.merge(other.report))
+
+
+class KVortexConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """KVortex in vLLM's EngineCore process (scheduler role) or in a worker process (worker role)."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._facts = facts = engine_facts(vllm_config, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._stats: StatsServer | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            groups = compat.group_shapes(kv_cache_config)
+            policy = make_policy(facts.settings.eviction_policy, facts.num_slots)
+            index = BlockIndex(facts.num_slots, policy, namespace=facts.namespace)
+            self._scheduler = SchedulerSide(
+                facts, index, groups, drop_last_block=compat.drops_last_block(vllm_config)
+            )
+            if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+                logger.warning(
+                    "kv_load_failure_policy is %r: a failed load fails its request. "
+                    '`kvortex serve` sets "recompute"; add "kv_load_failure_policy": "recompute" to --kv-transfer-config.',
+                    vllm_config.kv_transfer_config.kv_load_failure_policy,
+                )
+        else:
+            rank = vllm_config.parallel_config.rank
+            self._worker = WorkerSide(facts, kv_cache_config, rank)
+
+    @property
+    def _scheduler_side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a scheduler hook was called in a worker"
+        return self._scheduler
+
+    @property
+    def _worker_side(self) -> WorkerSide:
+        assert self._worker is not None, "a worker hook was called in the scheduler"
+        return self._worker
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a dropped store is only a later miss
+
+    # ---- scheduler role ----
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        self._scheduler_side.bind_pool(gpu_block_pool)
+        self._stats = StatsServer(self._facts.engine_id, self._scheduler_side.snapshot)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tokens = self._scheduler_side.match(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduler_side.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return KVortexMetadata(self._scheduler_side.plan_step())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KVortexWorkerMetadata):
+            self._scheduler_side.answers(meta.report)
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler_side.finished(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler_side.busy
+
+    def reset_cache(self) -> bool:
+        self._scheduler_side.reset()
+        return True
+
+    # ---- worker role ----
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker_side.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, KVortexMetadata), type(connector_metadata)
+        self._worker_side.bind(connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._worker_side.submit_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # loads end before their request is scheduled
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        return  # stores are whole blocks, chosen by the scheduler side
+
+    def wait_for_save(self) -> None:
+        self._worker_side.submit_stores()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._worker_side.collect()
+        finished, failed = self._worker_side.take_finished()
+        assert not failed, "a load of a model with several KV groups failed; this vLLM has no way to hear of it"
+        return None, finished or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        self._worker_side.collect()
+        finished, failed = self._worker_side.take_finished()
+        return compat.transfer_results(finished, failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker_side.take_invalid_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = self._worker_side.take_report()
+        return None if report is None else KVortexWorkerMetadata(report)
+
+    # ---- either role ----
+
+    def shutdown(self) -> None:
+        if self._stats is not None:
+            self._stats.close()
+        if self._worker is not None:
+            self._worker.close()

@@ -1,0 +1,204 @@
+"""The orders that workers have not answered yet.
+
+A job ends when every rank has answered it, and counts as done only if every rank has done it. An answer that comes
+twice, or to a job that is not known, changes nothing and is counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvortex.cache.residency import Candidate
+from kvortex.keys import BlockKey
+from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan
+
+GRACE = 2.0
+"""A rank gives an order up at its deadline; the scheduler side gives the rank up at this multiple of it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """What both kinds of job share. `slots[i]` and `keys[i]` belong together."""
+
+    job_id: JobId
+    slots: Sequence[int]
+    keys: Sequence[BlockKey]
+    waiting_ranks: set[int]
+    failed: bool = False
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreJob(Job):
+    """Attributes:
+    block_ids: the GPU blocks read.
+    lost: positions whose GPU block was taken for something else before the copy was reported.
+    overdue: given up by the scheduler side; the answer is still awaited.
+    """
+
+    block_ids: list[int]
+    lost: set[int] = field(default_factory=set)
+    overdue: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadJob(Job):
+    """Attributes:
+    gpu_blocks: the GPU blocks written, held by the request until the load ends.
+    local_tokens, ram_tokens: the request's hit in VRAM, and the tokens that this load brings.
+    computed_tokens: the rest of its prompt; None when its tokens are counted already.
+    """
+
+    request_id: str
+    gpu_blocks: list[int]
+    local_tokens: int
+    ram_tokens: int
+    computed_tokens: int | None
+
+
+class JobBook:
+    """Numbers the jobs, collects the step's plan, matches answers to jobs. Scheduler thread."""
+
+    def __init__(self, num_ranks: int, timeout_s: float, clock: Callable[[], float]) -> None:
+        self._ranks = frozenset(range(num_ranks))
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._next_id = 0
+        self._jobs: dict[JobId, StoreJob | LoadJob] = {}
+        self._store_deadlines: OrderedDict[JobId, float] = OrderedDict()
+        self._source_of: dict[int, tuple[JobId, int]] = {}
+        self._loading: Counter[BlockKey] = Counter()
+        self._plan = StepPlan()
+        self.ignored_answers = 0
+
+    @property
+    def unanswered(self) -> int:
+        return len(self._jobs)
+
+    def loading(self, key: BlockKey | None) -> bool:
+        """True while a load is bringing the block of this key."""
+        return key is not None and key in self._loading
+
+    def start_store(self, candidates: Sequence[Candidate], slots: Sequence[int]) -> StoreJob:
+        job = StoreJob(
+            job_id=self._new_id(),
+            slots=slots,
+            keys=[c.key for c in candidates],
+            waiting_ranks=set(self._ranks),
+            block_ids=[c.block_id for c in candidates],
+        )
+        self._jobs[job.job_id] = job
+        self._store_deadlines[job.job_id] = self._clock() + GRACE * self._timeout_s
+        for i, block_id in enumerate(job.block_ids):
+            self._source_of[block_id] = (job.job_id, i)
+        self._plan.stores.append(self._order(job.job_id, Direction.STORE, job.block_ids, job.slots))
+        return job
+
+    def start_load(
+        self,
+        request_id: str,
+        gpu_blocks: list[int],
+        slots: list[int],
+        keys: list[BlockKey],
+        *,
+        local_tokens: int,
+        ram_tokens: int,
+        computed_tokens: int | None,
+        refused: bool,
+    ) -> LoadJob:
+        job = LoadJob(
+            job_id=self._new_id(),
+            slots=slots,
+            keys=keys,
+            waiting_ranks=set(self._ranks),
+            request_id=request_id,
+            gpu_blocks=gpu_blocks,
+            local_tokens=local_tokens,
+            ram_tokens=ram_tokens,
+            computed_tokens=computed_tokens,
+        )
+        self._jobs[job.job_id] = job
+        self._loading.update(keys)
+        orders = self._plan.refused if refused else self._plan.loads
+        orders.append(self._order(job.job_id, Direction.LOAD, gpu_blocks, slots))
+        self._plan.requests[job.job_id] = request_id
+        return job
+
+    def _new_id(self) -> JobId:
+        self._next_id += 1
+        return JobId(self._next_id)
+
+    def _order(
+        self, job_id: JobId, direction: Direction, gpu_blocks: Sequence[int], slots: Sequence[int]
+    ) -> CopyOrder:
+        return CopyOrder(
+            job_id,
+            direction,
+            np.asarray(gpu_blocks, dtype=np.int64),
+            np.asarray(slots, dtype=np.int64),
+            self._timeout_s,
+        )
+
+    def take_plan(self) -> StepPlan:
+        plan, self._plan = self._plan, StepPlan()
+        return plan
+
+    def answer(self, rank: int, result: JobResult) -> StoreJob | LoadJob | None:
+        """Takes one rank's answer; the job, if this was the last rank it waited for."""
+        job = self._jobs.get(result.job_id)
+        if job is None or rank not in job.waiting_ranks:
+            self.ignored_answers += 1
+            return None
+        job.waiting_ranks.remove(rank)
+        job.seconds = max(job.seconds, result.seconds)
+        if result.outcome is not Outcome.DONE:
+            job.failed = True
+            job.detail = job.detail or f"{result.outcome.value} on rank {rank}: {result.detail}"
+        if job.waiting_ranks:
+            return None
+        del self._jobs[result.job_id]
+        if isinstance(job, StoreJob):
+            self._store_deadlines.pop(job.job_id, None)
+            for block_id in job.block_ids:
+                if self._source_of.get(block_id, (None, 0))[0] == job.job_id:
+                    del self._source_of[block_id]
+        else:
+            for key in job.keys:
+                self._loading[key] -= 1
+                if not self._loading[key]:
+                    del self._loading[key]
+        return job
+
+    def source_reused(self, block_id: int) -> None:
+        """VRAM took the block for something else: what a store copies from now on is not its key's."""
+        entry = self._source_of.pop(block_id, None)
+        if entry is not None:
+            job = self._jobs[entry[0]]
+            assert isinstance(job, StoreJob)
+            job.lost.add(entry[1])
+
+    def forget_sources(self) -> None:
+        """VRAM forgot every block at once."""
+        for block_id in list(self._source_of):
+            self.source_reused(block_id)
+
+    def overdue_stores(self) -> list[StoreJob]:
+        """Stores whose ranks have not answered in time; each is returned once. Looks at the oldest only."""
+        overdue: list[StoreJob] = []
+        now = self._clock()
+        while self._store_deadlines:
+            job_id, deadline = next(iter(self._store_deadlines.items()))
+            if deadline > now:
+                break
+            del self._store_deadlines[job_id]
+            job = self._jobs[job_id]
+            assert isinstance(job, StoreJob)
+            job.failed = job.overdue = True
+            job.detail = "no answer in time"
+            overdue.append(job)
+        return overdue

@@ -1,0 +1,118 @@
+"""`kvortex_*` on vLLM's `/metrics`: read from the same snapshot as `/kvortex/stats`, at each scrape.
+
+Names are base units with `_total` for counters; labels tell tier and outcome. HTTP server process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvortex.errors import KVortexError
+
+logger = logging.getLogger(__name__)
+
+
+def families(stats: dict[str, Any]) -> Iterator[Metric]:
+    """The metric families of one snapshot."""
+    tokens = CounterMetricFamily(
+        "kvortex_prompt_tokens", "Prompt tokens by where their KV came from", labels=["source"]
+    )
+    for source, field in (("vram", "vram_hit"), ("ram", "ram_hit"), ("computed", "computed")):
+        tokens.add_metric([source], stats["tokens"][field])
+    yield tokens
+    yield CounterMetricFamily(
+        "kvortex_queried_tokens", "Prompt tokens asked of the cache", value=stats["tokens"]["queried"]
+    )
+
+    for direction, what in (("store", "VRAM to RAM"), ("load", "RAM to VRAM")):
+        count = stats[direction]
+        yield CounterMetricFamily(
+            f"kvortex_{direction}_blocks", f"Blocks copied, {what}", value=count["blocks"]
+        )
+        yield CounterMetricFamily(
+            f"kvortex_{direction}_bytes", f"Bytes copied, {what}", value=count["bytes"]
+        )
+        yield CounterMetricFamily(
+            f"kvortex_{direction}_seconds", f"Time of copies from order to end, {what}", value=count["seconds"]
+        )
+        yield GaugeMetricFamily(
+            f"kvortex_{direction}_in_flight_blocks", f"Blocks ordered and not ended, {what}", value=count["in_flight"]
+        )
+
+    capacity = GaugeMetricFamily("kvortex_capacity_bytes", "Room for KV blocks", labels=["tier"])
+    capacity_blocks = GaugeMetricFamily("kvortex_capacity_blocks", "Room for KV blocks", labels=["tier"])
+    for tier in ("vram", "ram"):
+        capacity.add_metric([tier], stats["tiers"][tier]["capacity_bytes"])
+        capacity_blocks.add_metric([tier], stats["tiers"][tier]["capacity_blocks"])
+    yield capacity
+    yield capacity_blocks
+    vram = GaugeMetricFamily(
+        "kvortex_vram_blocks",
+        "VRAM blocks: complete without a copy, complete with a copy in RAM, held by requests (overlaps both)",
+        labels=["state"],
+    )
+    for state in ("resident", "clean", "in_use"):
+        vram.add_metric([state], stats["tiers"]["vram"][f"{state}_blocks"])
+    yield vram
+    ram = GaugeMetricFamily(
+        "kvortex_ram_blocks", "RAM blocks: published; pinned by loads under way", labels=["state"]
+    )
+    for state in ("used", "pinned"):
+        ram.add_metric([state], stats["tiers"]["ram"][f"{state}_blocks"])
+    yield ram
+    yield GaugeMetricFamily("kvortex_ram_used_bytes", "Bytes of published RAM blocks", value=stats["tiers"]["ram"]["used_bytes"])
+
+    evicted = CounterMetricFamily("kvortex_evicted_blocks", "Blocks given up to make room", labels=["tier"])
+    evicted.add_metric(["ram"], stats["evicted"]["ram_blocks"])
+    evicted.add_metric(["vram"], stats["evicted"]["vram_blocks"])
+    yield evicted
+    refused = CounterMetricFamily("kvortex_refused_blocks", "Blocks not moved or dropped", labels=["reason"])
+    for reason, blocks in stats["refused"].items():
+        refused.add_metric([reason], blocks)
+    yield refused
+    failures = CounterMetricFamily("kvortex_failed_blocks", "Blocks whose copy failed", labels=["direction"])
+    failures.add_metric(["store"], stats["failures"]["store"])
+    failures.add_metric(["load"], stats["failures"]["load"])
+    yield failures
+    yield CounterMetricFamily(
+        "kvortex_recomputed_tokens", "Tokens computed because a load failed", value=stats["failures"]["recomputed_tokens"]
+    )
+    yield CounterMetricFamily(
+        "kvortex_dedup_references", "Complete blocks that RAM held already, and those it took", value=stats["dedup"]["references"]
+    )
+    yield CounterMetricFamily(
+        "kvortex_dedup_unique_blocks", "Blocks that RAM took", value=stats["dedup"]["unique_blocks"]
+    )
+    prefetch = CounterMetricFamily("kvortex_prefetch_blocks", "Prefetched blocks", labels=["outcome"])
+    for outcome in ("issued", "used", "wasted"):
+        prefetch.add_metric([outcome], stats["prefetch"][f"{outcome}_blocks"])
+    yield prefetch
+    sessions = GaugeMetricFamily("kvortex_sessions", "Conversations", labels=["state"])
+    for state in ("known", "active"):
+        sessions.add_metric([state], stats["sessions"][state])
+    yield sessions
+
+
+class StatsCollector(Collector):
+    """Gives Prometheus the engines' snapshot; a scrape that cannot be answered has vLLM's own metrics only."""
+
+    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+        self._read = read
+
+    def describe(self) -> list[Metric]:
+        """Nothing: registering must not ask an engine that is still starting."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            stats = self._read()
+        except KVortexError as error:
+            logger.warning("no kvortex metrics in this scrape: %s", error.message)
+            return
+        yield from families(stats)

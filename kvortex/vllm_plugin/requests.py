@@ -1,0 +1,40 @@
+"""What the scheduler side remembers of each live request; forgotten when vLLM says that it finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvortex.cache.prefix import GroupShape, PrefixHit
+from kvortex.keys import BlockKey
+from kvortex.vllm_plugin import compat
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request between its arrival and its end.
+
+    Attributes:
+        hit: the last answer given to vLLM, used if it allocates for it.
+        counted: its prompt tokens are in the ledger, or will be when its load ends.
+        load_failed: a load failed it once; it is computed from then on.
+    """
+
+    hit: PrefixHit | None = None
+    counted: bool = False
+    load_failed: bool = False
+    _keys: dict[int, list[BlockKey]] = field(default_factory=dict)
+
+    def keys(self, request: Request, group: GroupShape, hash_block_size: int) -> Sequence[BlockKey]:
+        """The group's keys of the request's complete blocks; made once, added to as the request grows."""
+        known = self._keys.setdefault(group.group_id, [])
+        num_complete = len(request.block_hashes) * hash_block_size // group.block_size
+        if len(known) > num_complete:  # a streaming session rewrote its tail
+            known.clear()
+        if len(known) < num_complete:
+            known.extend(compat.request_keys(request, group, hash_block_size, start=len(known)))
+        return known

@@ -1,0 +1,104 @@
+"""The entry point of group `vllm.endpoint_plugins`: `/kvortex/...` on vLLM's own app. HTTP server process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.concurrency import run_in_threadpool
+from prometheus_client import REGISTRY, CollectorRegistry, make_asgi_app, multiprocess
+from starlette.datastructures import State
+from starlette.routing import Mount
+
+from kvortex.vllm_plugin.engines import Engines
+from kvortex.vllm_plugin.metrics import StatsCollector
+from kvortex.vllm_plugin.stats_socket import StatsUnavailableError
+
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
+
+
+def api_keys(args: Namespace) -> list[str]:
+    """The keys that `/v1` asks for: vLLM's option, else its environment variable."""
+    given: list[str] | str | None = getattr(args, "api_key", None)
+    if isinstance(given, str):
+        given = [given]
+    keys = [key for key in given or [] if key]
+    return keys or [key for key in [os.environ.get("VLLM_API_KEY")] if key]
+
+
+def check_api_key(request: Request) -> None:
+    """The same key as for `/v1`, compared in constant time."""
+    digests: list[bytes] = getattr(request.app.state, "kvortex_api_keys", [])
+    if not digests:
+        return
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    digest = hashlib.sha256(key.encode()).digest()
+    matches = [secrets.compare_digest(digest, known) for known in digests]
+    if scheme.lower() != "bearer" or not any(matches):
+        raise HTTPException(status_code=401, detail="Unauthorized: /kvortex asks for the same API key as /v1")
+
+
+router = APIRouter(prefix="/kvortex", dependencies=[Depends(check_api_key)], tags=["kvortex"])
+
+
+def engines_of(request: Request) -> Engines:
+    engines = getattr(request.app.state, "kvortex_engines", None)
+    if not isinstance(engines, Engines):
+        raise HTTPException(status_code=503, detail="this server runs without KVortexConnector")
+    return engines
+
+
+@router.get("/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """What the cache has done and holds now."""
+    engines = engines_of(request)
+    try:
+        return await run_in_threadpool(engines.stats)
+    except StatsUnavailableError as error:
+        raise HTTPException(status_code=503, detail=error.message) from error
+
+
+class KVortexRoutes:
+    """vLLM makes one of these for its app when `VLLM_PLUGINS` names `kvortex_routes`."""
+
+    name = "kvortex_routes"
+    required_tasks = None
+
+    def __init__(self) -> None:
+        self._engines: Engines | None = None
+        self._collector = StatsCollector(self._read)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Adds the routes. vLLM's app has all of its own by now, `/metrics` among them."""
+        app.include_router(router)
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            self._join_multiprocess_metrics(app)
+        elif self._collector not in REGISTRY._collector_to_names:
+            REGISTRY.register(self._collector)
+
+    def _join_multiprocess_metrics(self, app: FastAPI) -> None:
+        """With several HTTP processes, `/metrics` merges files, where a live collector has no place: give the mount a
+        registry that has both."""
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        registry.register(self._collector)
+        for route in app.routes:
+            if isinstance(route, Mount) and route.path == "/metrics":
+                route.app = make_asgi_app(registry=registry)  # type: ignore[no-untyped-call]
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        """vLLM's engine is there: learns its name and the API keys."""
+        state.kvortex_api_keys = [hashlib.sha256(key.encode()).digest() for key in api_keys(args)]
+        if engine_client is not None:
+            self._engines = Engines.of(engine_client.vllm_config)
+        state.kvortex_engines = self._engines
+
+    def _read(self) -> dict[str, Any]:
+        if self._engines is None:
+            raise StatsUnavailableError("this server runs without KVortexConnector")
+        return self._engines.stats()

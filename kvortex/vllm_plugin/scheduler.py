@@ -1,0 +1,355 @@
+"""The scheduler side: what is where, what to move. EngineCore process; never touches bytes.
+
+    vLLM asks            get_num_new_matched_tokens -> how much of the prompt RAM has
+    vLLM has allocated   update_state_after_alloc   -> slots pinned, a load ordered
+    each step            build_connector_meta       -> this step's loads and stores
+    workers answer       update_connector_output    -> slots published or unpinned, tokens counted
+    request ends         request_finished           -> its blocks are cold
+
+vLLM calls all of these from one thread. Another thread reads the statistics, hence the lock; nothing waits under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import kvortex
+from kvortex.cache.index import BlockIndex, KeyState
+from kvortex.cache.planner import OffloadPlanner
+from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
+from kvortex.cache.residency import Residency
+from kvortex.cache.stats import Ledger, Refusal
+from kvortex.keys import BlockKey
+from kvortex.messages import StepPlan, StepReport
+from kvortex.vllm_plugin.jobs import JobBook, LoadJob, StoreJob
+from kvortex.vllm_plugin.pool_view import PoolView
+from kvortex.vllm_plugin.requests import RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+    from kvortex.vllm_plugin.setup import EngineFacts
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerSide:
+    """Decides; hears of every block and every copy. See the module's text for the order of calls."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        index: BlockIndex,
+        groups: Sequence[GroupShape],
+        *,
+        drop_last_block: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._facts = facts
+        self._index = index
+        self._groups = groups
+        self._clock = clock
+        self._matcher = PrefixMatcher(groups, index, drop_last_block=drop_last_block)
+        self._residency = Residency(clock)
+        self._ledger = Ledger()
+        self._jobs = JobBook(facts.num_ranks, facts.settings.transfer_timeout, clock)
+        self._requests: dict[str, RequestState] = {}
+        self._started_at = clock()
+        self._lock = threading.Lock()
+        self._view: PoolView | None = None
+        self._planner: OffloadPlanner | None = None
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """vLLM has built its block pool; called once, before any request."""
+        with self._lock:
+            self._view = PoolView(pool, _PoolEvents(self))
+            self._planner = OffloadPlanner(
+                self._facts.watermarks, self._view.capacity_blocks, self._residency, self._index
+            )
+
+    @property
+    def view(self) -> PoolView:
+        assert self._view is not None, "vLLM has not bound its block pool yet"
+        return self._view
+
+    # ---- a request arrives ---------------------------------------------------------------------------------------
+
+    def match(self, request: Request, local_tokens: int) -> int | None:
+        """Tokens beyond `local_tokens` that RAM can restore; None: ask again, another request is loading them now."""
+        with self._lock:
+            self.view.refresh()
+            state = self._requests.setdefault(request.request_id, RequestState())
+            state.hit = PrefixHit(local_tokens, 0, {})
+            if state.load_failed or request.skip_reading_prefix_cache:
+                return 0
+            if self._jobs.loading(self._next_key(request, state, local_tokens)):
+                return None
+            state.hit = self._matcher.match(
+                lambda group: state.keys(request, group, self.view.hash_block_size),
+                request.num_tokens,
+                local_tokens,
+            )
+            return state.hit.ram_tokens
+
+    def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
+        """The first block that VRAM does not have. If a load is bringing it, waiting costs less than loading it twice."""
+        group = self._groups[0]
+        keys = state.keys(request, group, self.view.hash_block_size)
+        position = local_tokens // group.block_size
+        return keys[position] if position < len(keys) else None
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, ram_tokens: int) -> None:
+        """vLLM took GPU blocks for the request; `ram_tokens` of the last answer are to be loaded into them."""
+        with self._lock:
+            self.view.refresh()
+            state = self._requests.setdefault(request.request_id, RequestState())
+            hit, state.hit = state.hit, None
+            if hit is None:
+                return  # the second call for one load
+            first_time = not state.counted and request.num_preemptions == 0
+            state.counted = True
+            self._touch_local(request, state, hit.local_tokens)
+            computed = request.num_tokens - hit.local_tokens - ram_tokens
+            if ram_tokens == 0:
+                if first_time:
+                    self._ledger.count_tokens(vram_hit=hit.local_tokens, ram_hit=0, computed=computed)
+                return
+            self._order_load(request, state, hit, blocks, ram_tokens, first_time)
+
+    def _touch_local(self, request: Request, state: RequestState, local_tokens: int) -> None:
+        """A hit in VRAM is a use of the copy in RAM too."""
+        for group in self._groups:
+            keys = state.keys(request, group, self.view.hash_block_size)
+            held = self._index.ready_slots(keys[: local_tokens // group.block_size])
+            self._index.touch(list(held.values()))
+
+    def _order_load(
+        self,
+        request: Request,
+        state: RequestState,
+        hit: PrefixHit,
+        blocks: KVCacheBlocks,
+        ram_tokens: int,
+        first_time: bool,
+    ) -> None:
+        gpu_blocks: list[int] = []
+        slots: list[int] = []
+        keys: list[BlockKey] = []
+        complete = True
+        ids_of_group = blocks.get_block_ids()
+        end = hit.local_tokens + ram_tokens
+        for group in self._groups:
+            group_keys = state.keys(request, group, self.view.hash_block_size)
+            planned = hit.slots[group.group_id]
+            for i in range(hit.local_tokens // group.block_size, end // group.block_size):
+                block_id = ids_of_group[group.group_id][i]
+                if self.view.is_null(block_id):
+                    continue  # outside the sliding window
+                gpu_blocks.append(block_id)
+                if i not in planned:
+                    complete = False  # vLLM would take the block's old bytes for this key's
+                    continue
+                slots.append(planned[i])
+                keys.append(group_keys[i])
+        if not complete:
+            self._ledger.refused[Refusal.LAYOUT] += len(gpu_blocks)
+            slots, keys = [], []
+        self._index.touch(slots)
+        self._index.pin(slots)
+        job = self._jobs.start_load(
+            request.request_id,
+            gpu_blocks,
+            slots,
+            keys,
+            local_tokens=hit.local_tokens,
+            ram_tokens=ram_tokens,
+            computed_tokens=(request.num_tokens - end) if first_time else None,
+            refused=not complete,
+        )
+        self._ledger.load.in_flight += len(job.slots)
+
+    # ---- each step -----------------------------------------------------------------------------------------------
+
+    def plan_step(self) -> StepPlan:
+        """This step's orders. Costs what it orders; a few comparisons when nothing is due."""
+        with self._lock:
+            self.view.refresh()
+            self._give_up_overdue_stores()
+            assert self._planner is not None
+            decision = self._planner.plan(self.view.in_use)
+            if decision.refused:
+                self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
+            if decision.reservation is not None:
+                self._jobs.start_store(decision.candidates, decision.reservation.slots)
+                self._ledger.store.in_flight += len(decision.candidates)
+                self._ledger.ram_evicted += len(decision.reservation.evicted)
+            return self._jobs.take_plan()
+
+    @property
+    def busy(self) -> bool:
+        """Orders are unanswered, so vLLM must keep stepping for the answers to come in."""
+        return self._jobs.unanswered > 0
+
+    def answers(self, report: StepReport) -> None:
+        """Workers' answers, one a rank for each order, in any order."""
+        with self._lock:
+            self.view.refresh()
+            for rank, results in report.results.items():
+                for result in results:
+                    ended = self._jobs.answer(rank, result)
+                    if isinstance(ended, StoreJob):
+                        self._store_ended(ended)
+                    elif isinstance(ended, LoadJob):
+                        self._load_ended(ended)
+            self._ledger.ignored_answers = self._jobs.ignored_answers
+
+    def _store_ended(self, job: StoreJob) -> None:
+        assert self._planner is not None
+        self._ledger.store.in_flight -= len(job.slots)
+        self._planner.ended(len(job.slots))
+        if job.failed:
+            self._index.abandon(job.slots)
+            if not job.overdue:
+                self._ledger.store_failures += len(job.slots)
+                logger.warning("a store of %d blocks failed: %s", len(job.slots), job.detail)
+            return
+        kept = [i for i in range(len(job.slots)) if i not in job.lost]
+        self._index.abandon([job.slots[i] for i in job.lost])
+        self._ledger.refused[Refusal.SOURCE_REUSED] += len(job.lost)
+        stored = self._index.publish([job.slots[i] for i in kept]).published
+        for i in kept:
+            if self._index.state_of(job.keys[i]) is KeyState.READY:
+                self._residency.copied(job.keys[i])
+        self._ledger.store.blocks += stored
+        self._ledger.store.bytes += stored * self._facts.server_block_bytes
+        self._ledger.store.seconds += job.seconds
+        self._ledger.dedup_references += stored
+        self._ledger.dedup_unique += stored
+
+    def _load_ended(self, job: LoadJob) -> None:
+        self._ledger.load.in_flight -= len(job.slots)
+        self._index.unpin(job.slots)
+        state = self._requests.get(job.request_id)
+        if job.failed:
+            self._ledger.load_failures += len(job.gpu_blocks)
+            if state is not None:
+                state.load_failed = True
+                self._ledger.recomputed_tokens += job.ram_tokens
+                logger.warning(
+                    "a load for request %s failed, it is computed instead: %s", job.request_id, job.detail
+                )
+        else:
+            self._ledger.load.blocks += len(job.slots)
+            self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
+            self._ledger.load.seconds += job.seconds
+        if state is None:
+            self._ledger.refused[Refusal.ABORTED] += len(job.gpu_blocks)
+        elif job.computed_tokens is not None:
+            ram_hit = 0 if job.failed else job.ram_tokens
+            self._ledger.count_tokens(
+                vram_hit=job.local_tokens,
+                ram_hit=ram_hit,
+                computed=job.computed_tokens + job.ram_tokens - ram_hit,
+            )
+
+    def _give_up_overdue_stores(self) -> None:
+        """A store without an answer past its deadline is a block that was not stored; its slot stays out of use until
+        the answer comes, since the copy may still run."""
+        for job in self._jobs.overdue_stores():
+            self._index.discard(job.slots)
+            self._ledger.store_failures += len(job.slots)
+            logger.warning("a store of %d blocks got no answer in time", len(job.slots))
+
+    # ---- a request ends, the cache is reset ------------------------------------------------------------------------
+
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request is over, by whatever cause; vLLM frees its blocks after this, the prompt's tail first."""
+        with self._lock:
+            self.view.refresh()
+            self._requests.pop(request.request_id, None)
+            for group in block_ids:
+                self._residency.used(reversed(group))
+
+    def reset(self) -> None:
+        """Forgets every block in RAM; copies under way end without being seen again."""
+        with self._lock:
+            self.view.refresh()
+            self._drop_ram("a reset of the connector")
+            self._residency.all_copies_lost()
+
+    def _drop_ram(self, cause: str) -> None:
+        dropped = self._index.reset()
+        self._ledger.refused[Refusal.RESET] += dropped
+        for state in self._requests.values():
+            state.hit = None
+        logger.info("%s: %d blocks in RAM were dropped", cause, dropped)
+
+    def prefix_cache_reset(self) -> None:
+        """vLLM forgot its prefix cache: for new weights, or to measure from cold. What RAM holds is as old."""
+        self._drop_ram("vLLM has reset its prefix cache")
+        self._residency.clear()
+        self._jobs.forget_sources()
+
+    # ---- statistics ------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """The document of `/kvortex/stats`. Any thread; costs the same however many blocks there are."""
+        with self._lock:
+            view, index, facts = self.view, self._index, self._facts
+            return {
+                "kvortex": kvortex.__version__,
+                "vllm": facts.vllm_version,
+                "model": facts.model,
+                "uptime_s": round(self._clock() - self._started_at, 3),
+                "block_size": facts.block_size,
+                "ranks": facts.num_ranks,
+                "tiers": {
+                    "vram": {
+                        "capacity_bytes": view.capacity_blocks * facts.server_block_bytes,
+                        "capacity_blocks": view.capacity_blocks,
+                        "resident_blocks": self._residency.resident_blocks,
+                        "clean_blocks": self._residency.clean_blocks,
+                        "in_use_blocks": view.in_use_blocks,
+                    },
+                    "ram": {
+                        "capacity_bytes": index.num_slots * facts.server_block_bytes,
+                        "used_bytes": index.ready * facts.server_block_bytes,
+                        "capacity_blocks": index.num_slots,
+                        "used_blocks": index.ready,
+                        "pinned_blocks": index.pinned,
+                    },
+                },
+                **self._ledger.as_dict(),
+                "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0},
+                "sessions": {"known": 0, "active": len(self._requests)},
+            }
+
+
+class _PoolEvents:
+    """Turns what the pool view hears into the scheduler side's state. Runs inside vLLM's calls: short, no lock
+    (vLLM's thread is the only writer, and the counters read by the other thread are single integers)."""
+
+    def __init__(self, side: SchedulerSide) -> None:
+        self._side = side
+
+    def block_cached(self, block_id: int, key: BlockKey) -> None:
+        side = self._side
+        in_ram = side._index.state_of(key) is KeyState.READY
+        if in_ram:
+            side._ledger.dedup_references += 1
+        side._residency.block_cached(block_id, key, in_ram=in_ram)
+
+    def block_uncached(self, block_id: int, key: BlockKey) -> None:
+        side = self._side
+        if side._residency.block_uncached(block_id, key):
+            side._ledger.vram_evicted += 1
+            side._jobs.source_reused(block_id)
+
+    def prefix_cache_reset(self) -> None:
+        self._side.prefix_cache_reset()

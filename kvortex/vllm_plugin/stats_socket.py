@@ -1,0 +1,103 @@
+"""How the HTTP server process reads the statistics that live in the EngineCore process.
+
+A Unix socket in Linux's abstract namespace, named after vLLM's engine id: no file, so nothing is left behind by a
+SIGKILL, and nobody but the same user is answered (the kernel tells who asks). One line of JSON asks, one answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvortex.errors import KVortexError
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = 5.0
+"""Seconds that either side waits for the other."""
+
+_PEER = struct.Struct("3i")
+
+
+def socket_name(engine_id: str) -> str:
+    """The abstract address of an engine's statistics."""
+    return f"\0kvortex-{os.getuid()}-{engine_id}"
+
+
+class StatsUnavailableError(KVortexError):
+    """The engine does not answer: it is starting, gone, or runs without KVortex."""
+
+
+class StatsServer:
+    """Answers each connection with a fresh snapshot, on a thread of its own. EngineCore process."""
+
+    def __init__(self, engine_id: str, snapshot: Callable[[], dict[str, Any]]) -> None:
+        self._snapshot = snapshot
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(socket_name(engine_id))
+        self._socket.listen(16)
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="kvortex-stats", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._closing:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # closed
+            with connection:
+                try:
+                    self._answer(connection)
+                except OSError as error:
+                    logger.debug("a reader of the statistics went away: %s", error)
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(TIMEOUT)
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        _, uid, _ = _PEER.unpack(peer)
+        if uid not in (os.getuid(), 0):
+            return
+        connection.sendall(json.dumps(self._snapshot()).encode() + b"\n")
+
+    def close(self) -> None:
+        """Stops answering. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        # A thread blocked in accept() is not woken by close() alone.
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            logger.debug("the statistics socket was gone already: %s", error)
+        self._socket.close()
+        self._thread.join(TIMEOUT)
+
+
+def read_stats(engine_id: str) -> dict[str, Any]:
+    """One snapshot of an engine on this machine; blocks for at most TIMEOUT seconds.
+
+    Raises:
+        StatsUnavailableError: nobody answers under this engine id.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(TIMEOUT)
+        try:
+            connection.connect(socket_name(engine_id))
+            with connection.makefile("rb") as lines:
+                line = lines.readline()
+        except OSError as error:
+            raise StatsUnavailableError(
+                f"the engine does not answer: {error}", hint="is it running with KVortexConnector?"
+            ) from error
+    if not line:
+        raise StatsUnavailableError("the engine closed the connection without an answer")
+    document = json.loads(line)
+    assert isinstance(document, dict), type(document)
+    return document

@@ -1,0 +1,152 @@
+"""The worker side: one a rank, moves bytes and decides nothing. Worker process, its main thread.
+
+    register     vLLM's KV memory -> layout, host slab, copy engine
+    each step    bind -> the plan; loads submitted, stores submitted after the step's kernels; answers collected
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from kvortex.errors import UnfitError
+from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan, StepReport
+from kvortex.sizes import format_bytes
+from kvortex.transfer.base import CopyEngine, KVLayout
+from kvortex.transfer.cpu import CpuCopyEngine
+from kvortex.transfer.slab import HostSlab
+from kvortex.vllm_plugin import compat
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvortex.vllm_plugin.setup import EngineFacts
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT = 10.0
+"""Seconds that a worker waits at its end for copies under way."""
+
+
+class WorkerSide:
+    """Carries a plan to the copy engine and its answers back."""
+
+    def __init__(self, facts: EngineFacts, kv_cache_config: KVCacheConfig, rank: int) -> None:
+        self._facts = facts
+        self._kv_cache_config = kv_cache_config
+        self._rank = rank
+        self._one_group = len(kv_cache_config.kv_cache_groups) == 1
+        self._slab: HostSlab | None = None
+        self._engine: CopyEngine | None = None
+        self._loads: list[CopyOrder] = []
+        self._stores: list[CopyOrder] = []
+        self._refused: list[CopyOrder] = []
+        self._waiting: dict[JobId, tuple[str, CopyOrder]] = {}
+        self._report: list[JobResult] = []
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
+        self._invalid_blocks: set[int] = set()
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """vLLM's KV memory is there: makes the host slab and the engine."""
+        layout = compat.kv_layout(kv_caches, self._kv_cache_config)
+        if layout.block_bytes != self._facts.rank_block_bytes:
+            raise UnfitError(
+                f"rank {self._rank} has {layout.block_bytes} bytes a block, the scheduler side counts "
+                f"{self._facts.rank_block_bytes}",
+                hint="run this model without KVortex: kv_cache.backend: none",
+            )
+        self._slab = HostSlab(self._facts.num_slots, layout.block_bytes)
+        self._engine = self._make_engine(layout, self._slab)
+        logger.info(
+            "rank %d: %d slots of %s in host RAM, %s in all",
+            self._rank,
+            self._facts.num_slots,
+            format_bytes(layout.block_bytes),
+            format_bytes(self._facts.num_slots * layout.block_bytes),
+        )
+
+    def _make_engine(self, layout: KVLayout, slab: HostSlab) -> CopyEngine:
+        device = layout.regions[0].device
+        if device.type == "cpu":
+            return CpuCopyEngine(layout, slab, self._facts.settings.num_streams)
+        raise UnfitError(
+            f"KVortex has no copy engine for {device.type} yet",
+            hint="run this model without KVortex: kv_cache.backend: none",
+        )
+
+    @property
+    def engine(self) -> CopyEngine:
+        assert self._engine is not None, "vLLM has not registered its KV memory yet"
+        return self._engine
+
+    def bind(self, plan: StepPlan) -> None:
+        """A step begins. Stores of an earlier step that vLLM ended without a forward pass are submitted now."""
+        self.submit_stores()
+        self._loads = plan.loads
+        self._stores = plan.stores
+        self._refused = plan.refused
+        for order in [*plan.loads, *plan.refused]:
+            self._waiting[order.job_id] = (plan.requests[order.job_id], order)
+
+    def submit_loads(self) -> None:
+        """Loads write blocks that no kernel submitted until now reads."""
+        loads, self._loads = self._loads, []
+        if loads:
+            self.engine.submit(loads)
+        refused, self._refused = self._refused, []
+        for order in refused:
+            detail = "the blocks that vLLM allocated are not those that RAM holds"
+            self._answer(JobResult(order.job_id, Direction.LOAD, Outcome.FAILED, 0.0, 0, detail))
+
+    def submit_stores(self) -> None:
+        """Stores read blocks that the kernels submitted until now write."""
+        stores, self._stores = self._stores, []
+        if stores:
+            self.engine.submit(stores)
+
+    def collect(self) -> None:
+        """Takes what the engine has ended since the last call."""
+        if self._engine is None:
+            return
+        for result in self._engine.poll():
+            self._answer(result)
+
+    def _answer(self, result: JobResult) -> None:
+        self._report.append(result)
+        if result.direction is Direction.STORE:
+            return
+        request_id, order = self._waiting.pop(result.job_id)
+        self._finished.add(request_id)
+        if result.outcome is Outcome.DONE:
+            return
+        if self._one_group:
+            self._invalid_blocks.update(order.gpu_blocks.tolist())
+        else:
+            self._failed.add(request_id)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """(requests whose load ended, those of them whose load failed), since the last call."""
+        finished, self._finished = self._finished, set()
+        failed, self._failed = self._failed, set()
+        return finished, failed
+
+    def take_invalid_blocks(self) -> set[int]:
+        """GPU blocks whose load failed, since the last call."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def take_report(self) -> StepReport | None:
+        """The answers since the last call, or None when there are none."""
+        results, self._report = self._report, []
+        return StepReport({self._rank: results}) if results else None
+
+    def close(self) -> None:
+        """Gives the slab back. Idempotent."""
+        engine, self._engine = self._engine, None
+        slab, self._slab = self._slab, None
+        ended = engine is None or engine.close(CLOSE_TIMEOUT)
+        if not ended:
+            logger.warning("rank %d: copies were still under way after %.0f s", self._rank, CLOSE_TIMEOUT)
+        elif slab is not None:
+            slab.close()
