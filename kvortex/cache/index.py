@@ -1,0 +1,336 @@
+"""The RAM tier's index: which key lies in which slot, and in what state.
+
+    FREE --reserve--> WRITING --publish--> READY --evicted by reserve, discard, reset--> FREE
+                         |                   |
+                         |                   +-- discard or reset while pinned --> DOOMED --last unpin--> FREE
+                         +-- abandon --> FREE
+                         +-- discard or reset --> DOOMED --publish or abandon--> FREE
+
+Lives in the scheduler's process, used by one thread at a time. It never sees bytes: the caller has them
+copied between `reserve` and `publish` or `abandon`, and between `pin` and `unpin`. Batches of slots are
+Python ints. A caller's mistake is asserted before anything changes. Nothing but `reset` and `check` takes
+longer the more blocks are held.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from kvortex.cache.key_table import KeyTable
+from kvortex.cache.policies.base import BlockInfo, EvictionPolicy
+from kvortex.cache.slots import Completed, KeyState, RefusalReason, Refused, Reservation, SlotState
+from kvortex.keys import BlockKey
+
+__all__ = ["BlockIndex", "Completed", "KeyState", "RefusalReason", "Refused", "Reservation", "SlotState"]
+
+# Plain ints: comparing a byte with an IntEnum member is several times slower.
+_FREE, _WRITING, _READY, _DOOMED = (int(state) for state in SlotState)
+
+_NO_KEY = BlockKey(b"")
+
+
+class BlockIndex:
+    """Keys, slots and pins of one tier.
+
+    Args:
+        num_slots: at least 1.
+        policy: made for `num_slots`, and this index's alone.
+        namespace: digest of what all keys here belong to.
+    """
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy, *, namespace: bytes = b"") -> None:
+        assert num_slots > 0, num_slots
+        assert len(policy) == 0, f"a policy with {len(policy)} slots belongs to another index"
+        self.num_slots = num_slots
+        self.namespace = namespace
+        self.evictions = 0
+        """Blocks given up for others so far."""
+        self._policy = policy
+        self._ready = KeyTable()
+        self._writing: dict[BlockKey, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._pins: dict[int, int] = {}
+        self._doomed_writing: set[int] = set()
+        self._doomed_pinned: set[int] = set()
+        self._states = bytearray(num_slots)
+        self._keys = [_NO_KEY] * num_slots
+        self._positions = array("i", [0]) * num_slots
+
+    # ---- looking: no side effect
+
+    def state_of(self, key: BlockKey) -> KeyState:
+        if key in self._ready:
+            return KeyState.READY
+        return KeyState.WRITING if key in self._writing else KeyState.ABSENT
+
+    def match(self, keys: Iterable[BlockKey]) -> list[int]:
+        """The slots of the longest prefix of `keys` that is READY. Pin them before anything else changes."""
+        return self._ready.prefix(keys)
+
+    def ready_slots(self, keys: Iterable[BlockKey]) -> dict[int, int]:
+        """Index in `keys` -> slot, of every READY key: `match` for groups that can do with holes."""
+        return self._ready.found(keys)
+
+    def absent(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Those of `keys` that are neither READY nor WRITING: what is left to store."""
+        writing = self._writing
+        return [key for key in self._ready.missing(keys) if key not in writing]
+
+    def slot_state(self, slot: int) -> SlotState:
+        self._assert_in_range([slot])
+        return SlotState(self._states[slot])
+
+    def key_of(self, slot: int) -> BlockKey:
+        """The key of a WRITING or READY slot."""
+        state = self.slot_state(slot)
+        assert state in (SlotState.WRITING, SlotState.READY), f"slot {slot} is {state.name}"
+        return self._keys[slot]
+
+    def pins_of(self, slot: int) -> int:
+        return self._pins.get(slot, 0)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def writing(self) -> int:
+        return len(self._writing)
+
+    @property
+    def ready(self) -> int:
+        """Slots that a lookup may find, pinned ones included: how full the tier is."""
+        return len(self._ready)
+
+    @property
+    def doomed(self) -> int:
+        return len(self._doomed_writing) + len(self._doomed_pinned)
+
+    @property
+    def pinned(self) -> int:
+        """Slots with at least one pin, READY or DOOMED: how busy the tier is."""
+        return len(self._pins)
+
+    @property
+    def evictable(self) -> int:
+        """READY slots without a pin. `reserve` grants up to `free + evictable` keys."""
+        return self.ready - (len(self._pins) - len(self._doomed_pinned))
+
+    # ---- loading: pins and recency
+
+    def pin(self, slots: Sequence[int]) -> None:
+        """One more pin on each of these READY slots: none of them is given away until it ends."""
+        self._assert_ready(slots)
+        pins = self._pins
+        first = []
+        for slot in slots:
+            if slot in pins:
+                pins[slot] += 1
+            else:
+                pins[slot] = 1
+                first.append(slot)
+        self._policy.blocked(first)
+
+    def unpin(self, slots: Sequence[int]) -> None:
+        """One pin less on each, which the policy takes as a use; a DOOMED slot is FREE with its last one."""
+        pins, doomed = self._pins, self._doomed_pinned
+        ending = Counter(slots)
+        missing = {slot: (n, pins.get(slot, 0)) for slot, n in ending.items() if pins.get(slot, 0) < n}
+        assert not missing, f"more unpins than pins, as slot: (unpins, pins) {missing}"
+        evictable: list[int] = []
+        freed: list[int] = []
+        for slot, n in ending.items():
+            left = pins[slot] - n
+            if left:
+                pins[slot] = left
+                continue
+            del pins[slot]
+            if slot in doomed:
+                doomed.remove(slot)
+                freed.append(slot)
+            else:
+                evictable.append(slot)
+        self._policy.evictable(evictable)
+        self._release(freed)
+
+    def touch(self, slots: Sequence[int]) -> None:
+        """Tells the policy that a request asked for these blocks, head first.
+
+        A hint: slots that are not READY are passed over.
+        """
+        self._assert_in_range(slots)
+        states = self._states
+        self._policy.used([slot for slot in slots if states[slot] == _READY])
+
+    # ---- storing: a reservation and its end
+
+    def reserve(self, keys: Sequence[BlockKey], *, positions: Sequence[int] = ()) -> Reservation | Refused:
+        """A slot for each key, all or nothing: free ones, then READY unpinned ones as the policy chooses.
+
+        Args:
+            keys: distinct and absent; the caller leaves out the others.
+            positions: index of each block in its prompt, for the policy; 0 where not given.
+        """
+        count = len(keys)
+        assert not positions or len(positions) == count, f"{len(positions)} positions for {count} keys"
+        absent = len(self.absent(keys))
+        assert absent == count, f"{count - absent} of the {count} keys to reserve are READY or WRITING"
+        distinct = len(set(keys))
+        assert distinct == count, f"only {distinct} of the {count} keys to reserve are distinct"
+        room = self.free + self.evictable
+        if count > room:
+            reason = RefusalReason.TOO_LARGE if count > self.num_slots else RefusalReason.IN_USE
+            return Refused(reason, count, room)
+
+        evicted = self._evict(count - self.free) if count > self.free else []
+        slots = self._free[: -count - 1 : -1]
+        del self._free[self.free - count :]
+        states, slot_keys, slot_positions = self._states, self._keys, self._positions
+        for slot, key, position in zip(slots, keys, positions or [0] * count, strict=True):
+            states[slot] = _WRITING
+            slot_keys[slot] = key
+            slot_positions[slot] = position
+        self._writing.update(zip(keys, slots, strict=True))
+        return Reservation(tuple(slots), tuple(evicted))
+
+    def publish(self, slots: Sequence[int]) -> Completed:
+        """The bytes in these slots are complete: WRITING ones are READY, DOOMED ones FREE.
+
+        Slots in which no store is in flight are left as they are. That a store's end is told again after its
+        slot was reserved anew cannot be seen here: the caller numbers its orders, and tells each end once.
+        """
+        written, doomed = self._end_stores(slots)
+        states = self._states
+        for slot in written:
+            states[slot] = _READY
+        keys = [self._keys[slot] for slot in written]
+        self._ready.add(keys, written)
+        self._policy.admitted(written, BlockInfo(keys, [self._positions[slot] for slot in written]))
+        self._release(doomed)
+        return Completed(len(written), len(doomed), len(slots) - len(written) - len(doomed))
+
+    def abandon(self, slots: Sequence[int]) -> Completed:
+        """The store into these slots ended without usable bytes, and no copy runs: they are FREE.
+
+        Slots in which no store is in flight are left as they are, as in `publish`.
+        """
+        written, doomed = self._end_stores(slots)
+        self._release(written)
+        self._release(doomed)
+        freed = len(written) + len(doomed)
+        return Completed(0, freed, len(slots) - freed)
+
+    # ---- forgetting
+
+    def discard(self, slots: Sequence[int]) -> int:
+        """Quarantine: the keys of these slots are absent at once, whatever moves their bytes.
+
+        WRITING and pinned slots are DOOMED, others FREE. Returns how many slots had a key.
+        """
+        self._assert_in_range(slots)
+        states, keys, pins = self._states, self._keys, self._pins
+        written: list[int] = []
+        held: list[int] = []
+        for slot in slots:
+            if states[slot] in (_WRITING, _READY):
+                (held if states[slot] == _READY else written).append(slot)
+                states[slot] = _DOOMED  # at once, so that a slot named twice counts once
+        for slot in written:
+            del self._writing[keys[slot]]
+        self._doomed_writing.update(written)
+        self._ready.remove([keys[slot] for slot in held])
+        self._doomed_pinned.update(slot for slot in held if slot in pins)
+        for slot in [*written, *held]:
+            keys[slot] = _NO_KEY
+        self._policy.removed(held)
+        self._release([slot for slot in held if slot not in pins])
+        return len(written) + len(held)
+
+    def reset(self) -> int:
+        """Forgets every key at once; WRITING and pinned slots are DOOMED. Returns how many keys it had."""
+        forgotten = self.ready + self.writing
+        pins = self._pins
+        self._free.extend([slot for slot in self._ready.slots() if slot not in pins])
+        self._doomed_writing.update(self._writing.values())
+        self._doomed_pinned.update(pins)
+        self._ready.clear()
+        self._writing.clear()
+        self._keys = [_NO_KEY] * self.num_slots
+        self._states = bytearray(self.num_slots)
+        for slot in self._doomed_writing | self._doomed_pinned:
+            self._states[slot] = _DOOMED
+        self._policy.reset()
+        return forgotten
+
+    # ---- inside
+
+    def _evict(self, count: int) -> list[BlockKey]:
+        """Frees `count <= evictable` slots and returns the keys they had."""
+        victims = self._policy.evict(count)
+        # A policy that breaks its contract must not cost anybody's bytes.
+        self._assert_ready(victims)
+        assert len(set(victims)) == count, f"the policy gave up {len(set(victims))} slots, not {count}"
+        pinned = self._pins.keys() & victims
+        assert not pinned, f"the policy gave up {len(pinned)} pinned slots: {sorted(pinned)[:8]}"
+        evicted = [self._keys[slot] for slot in victims]
+        self._ready.remove(evicted)
+        self._release(victims)
+        self.evictions += count
+        return evicted
+
+    def _end_stores(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Ends the stores in flight in `slots`: where they were still wanted, and where they were doomed."""
+        self._assert_in_range(slots)
+        states, keys, writing, doomed_writing = self._states, self._keys, self._writing, self._doomed_writing
+        written, doomed = [], []
+        for slot in slots:
+            if states[slot] == _WRITING:
+                states[slot] = _FREE  # at once, so that a slot named twice ends once
+                del writing[keys[slot]]
+                written.append(slot)
+            elif slot in doomed_writing:
+                doomed_writing.remove(slot)
+                doomed.append(slot)
+        return written, doomed
+
+    def _release(self, slots: Sequence[int]) -> None:
+        states, keys = self._states, self._keys
+        for slot in slots:
+            states[slot] = _FREE
+            keys[slot] = _NO_KEY
+        self._free.extend(slots)
+
+    def _assert_in_range(self, slots: Sequence[int]) -> None:
+        if slots:
+            low, high = min(slots), max(slots)
+            assert 0 <= low <= high < self.num_slots, f"slots {low} to {high} of {self.num_slots}"
+
+    def _assert_ready(self, slots: Sequence[int]) -> None:
+        self._assert_in_range(slots)
+        states = self._states
+        wrong = [slot for slot in slots if states[slot] != _READY]
+        assert not wrong, f"{len(wrong)} of {len(slots)} slots are not READY: {wrong[:8]}"
+
+    def check(self) -> None:
+        """Asserts every invariant of the index. Scans all slots: for tests and soaks."""
+        counts = [self._states.count(state) for state in SlotState]
+        assert counts == [self.free, self.writing, self.ready, self.doomed], counts
+        assert sum(counts) == self.num_slots, counts
+        for state, entries in ((_READY, self._ready.items()), (_WRITING, list(self._writing.items()))):
+            wrong = [s for key, s in entries if self._states[s] != state or self._keys[s] != key]
+            assert len(entries) == counts[state], (len(entries), counts, state)
+            assert not wrong, f"keys and slots disagree at slots {wrong}"
+        named = sum(key != _NO_KEY for key in self._keys)
+        assert named == self.writing + self.ready, (named, self.writing, self.ready)
+        doomed = [*self._doomed_writing, *self._doomed_pinned]
+        for state, slots in ((_FREE, self._free), (_DOOMED, doomed)):
+            assert len(slots) == len(set(slots)), f"a slot is listed twice in state {state}"
+            assert all(self._states[slot] == state for slot in slots), f"a slot is not in state {state}"
+        pinned = self._pins.keys()
+        assert all(pins > 0 for pins in self._pins.values()), self._pins
+        assert all(self._states[s] == _READY or s in self._doomed_pinned for s in pinned), self._pins
+        assert pinned >= self._doomed_pinned, self._doomed_pinned - pinned
+        assert pinned.isdisjoint(self._doomed_writing), pinned & self._doomed_writing
+        assert len(self._policy) == self.evictable, (len(self._policy), self.evictable)

@@ -1,0 +1,71 @@
+"""The eviction policy's interface: which READY slots to give up when a store needs room.
+
+The index says what happens to slots; the policy only orders them. In the policy's eyes a slot goes
+
+    (unknown) --admitted--> evictable <--blocked / evictable--> blocked
+                                |  evict, removed                  |  removed
+                                +------------> (unknown) <---------+
+
+Batches may be empty, hold each slot once, except in `used`, and list a prompt's blocks from its head to its
+tail. A block without the ones before it is never hit: a policy should give up a batch's tail before its head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvortex.keys import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """What is known of a batch of blocks when they are admitted. Sequences parallel to the batch's slots.
+
+    Attributes:
+        keys: for policies that remember blocks after they are gone.
+        positions: index of each block in its prompt; 0 is the head, or not known.
+    """
+
+    keys: Sequence[BlockKey]
+    positions: Sequence[int]
+
+
+class EvictionPolicy(Protocol):
+    """Orders the slots of one index. No call but `reset` takes longer the more slots are held."""
+
+    def __len__(self) -> int:
+        """How many slots `evict` may choose from."""
+        ...
+
+    def admitted(self, slots: Sequence[int], blocks: BlockInfo) -> None:
+        """Unknown slots became READY: they are evictable."""
+        ...
+
+    def used(self, slots: Sequence[int]) -> None:
+        """A request asked for these blocks. They may be evictable or blocked, and may repeat."""
+        ...
+
+    def blocked(self, slots: Sequence[int]) -> None:
+        """Evictable slots got their first pin: `evict` must not choose them."""
+        ...
+
+    def evictable(self, slots: Sequence[int]) -> None:
+        """Blocked slots lost their last pin: `evict` may choose them again."""
+        ...
+
+    def removed(self, slots: Sequence[int]) -> None:
+        """Slots, evictable or blocked, hold no block any more, and not by this policy's choice."""
+        ...
+
+    def evict(self, count: int) -> list[int]:
+        """Chooses `count` evictable slots, least valuable first, and forgets them. Atomic.
+
+        The caller sees to it that `count <= len(self)`; more is an assertion and changes nothing.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Forgets every slot, and all that was learnt of their keys."""
+        ...

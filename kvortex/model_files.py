@@ -1,0 +1,185 @@
+"""Finds a model's `config.json` and the size of its weights: a directory, the Hugging Face cache, the Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvortex.errors import UnfitError
+
+_HUB_TIMEOUT_S = 5.0
+
+
+class ModelUnavailableError(UnfitError):
+    """The model's configuration could not be read: not there, no access, or no network."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What is known of a model without loading it.
+
+    Attributes:
+        config: the parsed `config.json`.
+        source: what messages call the place it was read from.
+        weight_bytes: bytes of the weights on disk; None when they are not on this machine.
+    """
+
+    config: Mapping[str, Any]
+    source: str
+    weight_bytes: int | None
+
+
+def read_model_files(model: str, *, revision: str | None = None) -> ModelFiles:
+    """Reads `config.json` of a local directory or of a Hub repository, downloading no other file.
+
+    Raises:
+        ModelUnavailableError: says which of these it is: no such directory, no such repository, no token, no
+            access, offline, no network.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _read_directory(path)
+    if path.is_file() or model.lower().endswith(".gguf"):
+        raise ModelUnavailableError(
+            f"{model} is a single file; only a model directory or a Hub name has a config.json to read",
+            hint="give the directory of the original model, or size ram_cache_size by hand",
+        )
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise ModelUnavailableError(
+            f"{model} is no directory on this machine, and no Hub name (owner/name) either"
+        )
+    return _read_directory(_hub_config(model, revision).parent)
+
+
+def _read_directory(directory: Path) -> ModelFiles:
+    path = directory / "config.json"
+    config = _read_json(path)
+    # NVIDIA's own quantised checkpoints keep the KV dtype in a second file, which vLLM reads too.
+    quantised = directory / "hf_quant_config.json"
+    if "quantization_config" not in config and quantised.is_file():
+        config = {**config, "quantization_config": _read_json(quantised)}
+    return ModelFiles(config, str(path), _weight_bytes(directory))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelUnavailableError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise ModelUnavailableError(f"{path} cannot be read: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ModelUnavailableError(f"{path} is no JSON object")
+    return parsed
+
+
+def _weight_bytes(directory: Path) -> int | None:
+    """Bytes of the safetensors weights, once each; None when they are not all there."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(_read_json(index).get("weight_map", {}).values())
+        files = [directory / str(shard) for shard in sorted(shards)]
+    else:
+        # A consolidated.safetensors beside this one would be the same weights again.
+        files = [directory / "model.safetensors"]
+    if not files or not all(file.is_file() for file in files):
+        return None
+    return sum(file.stat().st_size for file in files)
+
+
+def _hub_config(model: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError:
+        raise ModelUnavailableError(
+            f"{model} is no directory on this machine, and huggingface_hub is not installed to look it up",
+            hint="install vLLM or huggingface_hub, or give a local model directory",
+        ) from None
+    try:
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        # hf_hub_download alone retries for up to minutes what this one request shows in seconds.
+        get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision), timeout=_HUB_TIMEOUT_S)
+        disable_progress_bars()
+        return Path(hf_hub_download(model, "config.json", revision=revision, etag_timeout=_HUB_TIMEOUT_S))
+    except HFValidationError:
+        raise ModelUnavailableError(
+            f"{model!r} is neither a directory on this machine nor a Hub name (owner/name)"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - the one edge at which the Hub client's errors are translated
+        raise _translated(model, revision, error) from None
+
+
+def _translated(model: str, revision: str | None, error: Exception) -> ModelUnavailableError:
+    """What a failure of the Hub client means to the user; never its own text, which may hold a token."""
+    chain = list(_causes(error))
+    names = {type(cause).__name__ for cause in chain}
+    status = next((code for cause in chain if (code := _status(cause)) is not None), None)
+    token = bool(os.environ.get("HF_TOKEN")) or _has_stored_token()
+    at = f" at revision {revision}" if revision else ""
+    if "OfflineModeIsEnabled" in names:
+        return ModelUnavailableError(
+            f"{model}{at} is not in the Hugging Face cache, and HF_HUB_OFFLINE is set",
+            hint="unset HF_HUB_OFFLINE, or download the model on this machine first",
+        )
+    if "RevisionNotFoundError" in names:
+        return ModelUnavailableError(f"{model} has no revision {revision}")
+    if "GatedRepoError" in names or status == 403:
+        if token:
+            return ModelUnavailableError(
+                f"{model} is gated, and the account of the token in use has no access to it",
+                hint=f"ask for access at https://huggingface.co/{model}",
+            )
+        return ModelUnavailableError(
+            f"{model} is gated, and there is no Hugging Face token", hint="set HF_TOKEN, or `hf auth login`"
+        )
+    if status == 401:
+        if token:
+            return ModelUnavailableError(
+                f"the Hub refused the Hugging Face token for {model}, or there is no such repository",
+                hint="check the name and HF_TOKEN",
+            )
+        return ModelUnavailableError(
+            f"the Hub has no public repository {model}, and there is no Hugging Face token for a private one",
+            hint="check the name; for a private model set HF_TOKEN, or `hf auth login`",
+        )
+    if "EntryNotFoundError" in names or "RemoteEntryNotFoundError" in names:
+        return ModelUnavailableError(f"the repository {model}{at} has no config.json")
+    if status == 404:
+        return ModelUnavailableError(f"the Hub has no repository {model}", hint="check the name")
+    if status == 429:
+        return ModelUnavailableError(
+            "the Hub answers 429, too many requests", hint="wait, or set HF_TOKEN for a higher limit"
+        )
+    if status is not None:
+        return ModelUnavailableError(f"the Hub answers {status} for {model}", hint="try again later")
+    return ModelUnavailableError(
+        f"{model}{at} is not in the Hugging Face cache, and the Hub cannot be reached "
+        f"({type(chain[-1]).__name__})",
+        hint="check the network, HF_ENDPOINT and the proxy, or give a local model directory",
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _has_stored_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None

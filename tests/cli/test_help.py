@@ -1,0 +1,78 @@
+"""`kvortex --help` is quick and imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "vllm", "numpy", "httpx", "pynvml", "psutil", "prometheus_client", "huggingface_hub")
+COMMANDS = ("doctor", "init", "serve", "inspect")
+PROBE = """
+import json, sys
+from kvortex_cli.main import main
+try:
+    main()
+finally:
+    print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    done = run(*arguments, "--help")
+    assert done.returncode == 0
+    assert "Usage: " in done.stdout
+    assert set(json.loads(done.stderr)).isdisjoint(HEAVY)
+
+
+def test_help_names_every_command() -> None:
+    out = run("--help").stdout
+    assert all(f"\n  {command} " in out for command in COMMANDS)
+
+
+def test_serve_help_tells_what_size_is_meant_and_what_is_no_kv_offload() -> None:
+    out = " ".join(run("serve", "--help").stdout.split())
+    assert "for the whole server, split over its GPUs" in out
+    assert "not vLLM's --cpu-offload-gb, which moves weights, not KV" in out
+
+
+def test_help_takes_less_than_three_tenths_of_a_second_of_processor_time() -> None:
+    code = "from kvortex_cli.main import main; main()"
+    run("--help")  # writes the byte code that an installation has
+
+    def seconds() -> float:
+        process = subprocess.Popen([sys.executable, "-c", code, "--help"], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        return usage.ru_utime + usage.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.3
+
+
+def test_the_version_is_told() -> None:
+    from kvortex import __version__
+
+    assert run("--version").stdout == f"kvortex {__version__}\n"
+
+
+def test_without_a_command_help_goes_to_stderr_and_the_call_was_wrong() -> None:
+    done = run()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage: kvortex" in done.stderr
+
+
+def test_an_unknown_command_is_one_message() -> None:
+    done = run("serv")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: No such command 'serv'")

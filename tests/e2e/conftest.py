@@ -1,0 +1,39 @@
+"""Real vLLM engines on its CPU build, in this process, and real servers in processes of their own."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    TORCH_COMPILE_DISABLE="1",
+    OMP_NUM_THREADS="1",  # with more, a busy machine makes requests many times slower
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_CPU_SIM_MULTI_NUMA="0",
+    HF_HUB_OFFLINE="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+)
+
+import warnings
+
+import pytest
+
+# vLLM and its dependencies warn about each other while they are imported; that is not ours to mend.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm", reason="vLLM is not installed: pip install kvortex-vllm[cpu] or [gpu]")
+    import vllm.entrypoints.llm
+
+    from tests.e2e.tiny_models import save_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/e2e/" in item.nodeid:
+            item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model("llama", tmp_path_factory.mktemp("tiny-llama")))

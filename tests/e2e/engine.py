@@ -1,0 +1,136 @@
+"""A vLLM engine in the test's own process, so that a test can look into the scheduler and stand in for the copier."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from kvortex.transfer.base import CopyEngine, KVLayout
+from kvortex.transfer.slab import HostSlab
+from kvortex.vllm_plugin.connector import KVortexConnector
+from kvortex.vllm_plugin.scheduler import SchedulerSide
+from kvortex.vllm_plugin.worker import WorkerSide
+
+BLOCK_SIZE = 32
+BLOCK_BYTES = 3 * 2 * 32 * 2 * BLOCK_SIZE
+"""Of the tiny Llama: 3 layers, K and V, one head of 32, bf16."""
+
+WRITE_THROUGH = {"offload_threshold": 0.0}
+
+MakeEngine = Callable[[KVLayout, HostSlab], CopyEngine]
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 510) for _ in range(num_tokens)]
+
+
+def greedy(max_tokens: int = 8, **params: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1, **params
+    )
+
+
+class Engine:
+    """One vLLM with or without KVortex."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+
+    @property
+    def connector(self) -> KVortexConnector:
+        connector = self.scheduler.connector
+        assert isinstance(connector, KVortexConnector)
+        return connector
+
+    @property
+    def side(self) -> SchedulerSide:
+        return self.connector._scheduler_side
+
+    def ask(self, tokens: Sequence[int], params: SamplingParams | None = None) -> Answer:
+        return self.ask_all([tokens], params)[0]
+
+    def ask_all(self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None) -> list[Answer]:
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(p)} for p in prompts], params or greedy(), use_tqdm=False
+        )
+        return [
+            (tuple(o.outputs[0].token_ids), tuple(next(iter(d.values())).logprob for d in o.outputs[0].logprobs or ()))
+            for o in outputs
+        ]
+
+    def evict_vram(self) -> None:
+        """Pushes unrelated prompts until nothing of earlier ones is left in vLLM's pool. A reset would empty RAM too."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        tokens = (pool.num_gpu_blocks - 2) * BLOCK_SIZE
+        self.ask(prompt(random.randrange(10**9), min(tokens, 1000)), greedy(1))
+        self.ask(prompt(random.randrange(10**9), min(tokens, 1000)), greedy(1))
+
+    def stats(self) -> dict[str, Any]:
+        """The snapshot, after checking what must hold whatever was done."""
+        side = self.side
+        snapshot = side.snapshot()
+        tokens = snapshot["tokens"]
+        assert tokens["vram_hit"] + tokens["ram_hit"] + tokens["computed"] == tokens["queried"], tokens
+        side._index.check()
+        side._residency.check()
+        return snapshot
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+Answer = tuple[tuple[int, ...], tuple[float, ...]]
+
+
+@contextmanager
+def engine(
+    model: str,
+    kv_cache: dict[str, Any] | None,
+    *,
+    num_blocks: int = 40,
+    make_engine: MakeEngine | None = None,
+    **options: Any,
+) -> Iterator[Engine]:
+    """A running engine; `kv_cache` None is plain vLLM. `make_engine` replaces the copy engine."""
+    if kv_cache is not None:
+        settings = {"ram_cache_size": 1000 * BLOCK_BYTES, "block_size": BLOCK_SIZE, **kv_cache}
+        options["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="KVortexConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=settings,
+        )
+    defaults = {
+        "max_model_len": 1152,
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": num_blocks,
+        "kv_cache_memory_bytes": 100_000_000,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
+    replaced = (
+        patch.object(WorkerSide, "_make_engine", lambda _, layout, slab: make_engine(layout, slab))
+        if make_engine is not None
+        else patch.object(WorkerSide, "_make_engine", WorkerSide._make_engine)
+    )
+    with replaced:
+        llm = LLM(model, **{**defaults, **options})
+        try:
+            yield Engine(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            cleanup_dist_env_and_memory()

@@ -1,0 +1,127 @@
+"""A real server in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+READY_WITHIN_S = 180.0
+OPTIONS = (
+    "--max-model-len 1152 --num-gpu-blocks-override 40 --kv-cache-memory-bytes 100000000 --enforce-eager "
+    "--host 127.0.0.1 --set kv_cache.block_size=32 --set kv_cache.ram_cache_size=20MB "
+    "--set kv_cache.offload_threshold=0"
+).split()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Server:
+    """`kvortex serve` (or another command line), ready when the `with` block begins, gone when it ends."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        port: int | None = None,
+        api_key: str | None = None,
+        command: Sequence[str] | None = None,
+        log: Path,
+    ) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        kvortex = [sys.executable, "-c", "from kvortex_cli.main import main; main()", "serve", model, *OPTIONS]
+        self.command = [*(command or kvortex), "--port", str(self.port)]
+        self.env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        self.env["VLLM_LOGGING_LEVEL"] = "INFO"
+        if api_key is not None:
+            self.env["VLLM_API_KEY"] = api_key
+        self.client = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=60,
+        )
+
+    def __enter__(self) -> Server:
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        deadline = time.monotonic() + READY_WITHIN_S
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the server ended:\n{self.tail()}"
+            try:
+                if self.client.get("/health").status_code == 200:
+                    return self
+            except httpx.TransportError:
+                time.sleep(0.25)
+        self.kill()
+        raise AssertionError(f"the server is not ready:\n{self.tail()}")
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.terminate()
+        self.client.close()
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
+
+    def family(self) -> list[psutil.Process]:
+        """The server's process and all below it."""
+        try:
+            top = psutil.Process(self.process.pid)
+            return [top, *top.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def terminate(self, timeout_s: float = 30.0) -> int:
+        family = self.family()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout_s)
+        finally:
+            for process in family:
+                if process.is_running():
+                    process.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to the server and everything below it, all at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+    def complete(self, tokens: list[int], max_tokens: int = 4) -> str:
+        answer = self.client.post(
+            "/v1/completions",
+            json={"prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True},
+        )
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def stats(self) -> dict[str, Any]:
+        answer = self.client.get("/kvortex/stats")
+        assert answer.status_code == 200, answer.text
+        document: dict[str, Any] = answer.json()
+        return document
+
+    def metrics(self) -> dict[str, float]:
+        """The samples of /metrics that are KVortex's, by their full name with labels."""
+        samples = {}
+        for line in self.client.get("/metrics").text.splitlines():
+            if line.startswith("kvortex_"):
+                name, value = line.rsplit(" ", 1)
+                samples[name] = float(value)
+        return samples

@@ -1,0 +1,148 @@
+"""The answers with KVortex are those without it, and the tests that say so can fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.engine import BLOCK_BYTES, BLOCK_SIZE, WRITE_THROUGH, engine, greedy, prompt
+from tests.e2e.tiny_models import save_model
+from tests.fakes.copy_engines import ZeroLoadEngine
+
+CONVERSATIONS = [prompt(seed, 600) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama):
+    """Plain vLLM's answers, each prompt computed from nothing."""
+    with engine(tiny_llama, None) as plain:
+        return [plain.ask(tokens) for tokens in CONVERSATIONS]
+
+
+def test_text_and_logprobs_are_equal_through_store_eviction_and_load(tiny_llama, expected):
+    with engine(tiny_llama, WRITE_THROUGH) as vllm:
+        for _ in range(3):
+            assert [vllm.ask(tokens) for tokens in CONVERSATIONS] == expected
+        stats = vllm.stats()
+        assert stats["tokens"]["ram_hit"] >= 2 * 4 * 18 * BLOCK_SIZE
+        assert stats["load"]["blocks"] > 0
+        assert stats["evicted"]["vram_blocks"] > 0
+
+
+def test_an_engine_that_loads_zeros_is_found_out(tiny_llama, expected):
+    """The negative control of the test above: the same claim with wrong bytes must not hold."""
+    with engine(
+        tiny_llama, WRITE_THROUGH, make_engine=lambda layout, slab: ZeroLoadEngine(layout, slab, 2)
+    ) as vllm:
+        assert [vllm.ask(tokens) for tokens in CONVERSATIONS] == expected
+        again = [vllm.ask(tokens) for tokens in CONVERSATIONS]
+        assert vllm.stats()["tokens"]["ram_hit"] > 0
+        assert again != expected
+
+
+def test_with_the_default_thresholds_a_pool_that_overflows_slowly_keeps_conversations(tiny_llama, expected):
+    """85 % and 75 % of a pool that one step cannot flush: what is reclaimed was stored before."""
+    with engine(tiny_llama, {}, num_blocks=120, max_num_batched_tokens=1152) as vllm:
+        prompts = [prompt(seed, 200) for seed in range(100, 140)]
+        first = [vllm.ask(tokens) for tokens in prompts]
+        assert [vllm.ask(tokens) for tokens in prompts] == first
+        stats = vllm.stats()
+        assert stats["tokens"]["ram_hit"] > 0
+        assert stats["store"]["blocks"] > 0
+
+
+def test_a_pool_and_a_ram_far_smaller_than_the_load_still_answer_right(tiny_llama, expected):
+    settings = {**WRITE_THROUGH, "ram_cache_size": 30 * BLOCK_BYTES}
+    with engine(tiny_llama, settings, num_blocks=37) as vllm:
+        for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 2, 1, 0], [0, 3, 3, 1]):
+            assert [vllm.ask(CONVERSATIONS[i]) for i in order] == [expected[i] for i in order]
+        stats = vllm.stats()
+        assert stats["evicted"]["ram_blocks"] > 0
+        assert stats["tiers"]["ram"]["used_blocks"] <= 30
+        assert stats["tiers"]["ram"]["pinned_blocks"] == 0
+
+
+def test_a_batch_of_requests_with_a_shared_prefix_loads_it_once(tiny_llama):
+    shared = prompt(7, 512)
+    prompts = [shared + prompt(seed, 40) for seed in range(20, 26)]
+    with engine(tiny_llama, None, num_blocks=200) as plain:
+        right = [plain.ask(tokens) for tokens in prompts]
+    with engine(tiny_llama, WRITE_THROUGH, num_blocks=60) as vllm:
+        vllm.ask(shared + [5] * 40)
+        vllm.evict_vram()
+        before = vllm.stats()["load"]["blocks"]
+        together = vllm.ask_all(prompts)
+        assert [tokens for tokens, _ in together] == [tokens for tokens, _ in right]
+        loaded = vllm.stats()["load"]["blocks"] - before
+        assert 16 <= loaded < 2 * 16, "the prefix is 16 blocks"
+
+
+@pytest.mark.parametrize("num_tokens", [31, 32, 33, 63, 64, 65, 127, 128, 129, 256, 257, 300])
+def test_prompts_that_end_at_and_beside_block_edges(tiny_llama, edge_engine, num_tokens):
+    """Field trials B26, B32: matched tokens end on a block edge and leave at least one token to compute."""
+    tokens = prompt(num_tokens, num_tokens)
+    first = edge_engine.ask(tokens, greedy(2))
+    assert edge_engine.ask(tokens, greedy(2)) == first
+    edge_engine.evict_vram()
+    before = edge_engine.stats()["tokens"]
+    assert edge_engine.ask(tokens, greedy(2)) == first
+    after = edge_engine.stats()["tokens"]
+    hit = after["ram_hit"] - before["ram_hit"]
+    assert hit == (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert after["computed"] - before["computed"] == num_tokens - hit
+
+
+@pytest.fixture(scope="module")
+def edge_engine(tiny_llama):
+    with engine(tiny_llama, WRITE_THROUGH) as vllm:
+        yield vllm
+
+
+def test_a_request_that_needs_every_position_computed_hits_nothing(edge_engine):
+    tokens = prompt(77, 200)
+    edge_engine.ask(tokens)
+    edge_engine.evict_vram()
+    before = edge_engine.stats()["tokens"]
+    edge_engine.ask(tokens, greedy(2, prompt_logprobs=1))
+    after = edge_engine.stats()["tokens"]
+    assert after["ram_hit"] == before["ram_hit"]
+    assert after["computed"] - before["computed"] == 200
+
+
+def test_the_same_tokens_under_another_salt_are_another_prompt(edge_engine):
+    tokens = prompt(78, 200)
+    edge_engine.ask(tokens)
+    edge_engine.evict_vram()
+    before = edge_engine.stats()["tokens"]["ram_hit"]
+    edge_engine.llm.generate(
+        {"prompt_token_ids": tokens, "cache_salt": "tenant"}, greedy(2), use_tqdm=False
+    )
+    assert edge_engine.stats()["tokens"]["ram_hit"] == before
+    edge_engine.ask(tokens, greedy(2))
+    assert edge_engine.stats()["tokens"]["ram_hit"] > before, "the right tenant's blocks are there"
+
+
+@pytest.mark.parametrize("family", ["mistral", "mistral-sliding", "qwen2", "gpt-neox"])
+def test_other_architectures_answer_as_without_kvortex(tmp_path, family):
+    model = str(save_model(family, tmp_path / family))
+    prompts = CONVERSATIONS[:3]
+    with engine(model, None) as plain:
+        right = [plain.ask(tokens) for tokens in prompts]
+    settings = {**WRITE_THROUGH, "ram_cache_size": 20_000_000}
+    with engine(model, settings) as vllm:
+        for _ in range(3):
+            assert [vllm.ask(tokens) for tokens in prompts] == right
+            vllm.evict_vram()
+        assert vllm.stats()["tokens"]["ram_hit"] > 0
+
+
+def test_several_kv_groups_answer_as_without_kvortex(tmp_path):
+    """Layers with and without a sliding window: two groups share vLLM's pool and its hashes."""
+    model = str(save_model("gemma-hybrid", tmp_path / "hybrid"))
+    prompts = CONVERSATIONS[:3]
+    with engine(model, None, num_blocks=80) as plain:
+        right = [plain.ask(tokens) for tokens in prompts]
+        assert len(plain.scheduler.kv_cache_config.kv_cache_groups) > 1
+    with engine(model, {**WRITE_THROUGH, "ram_cache_size": 20_000_000}, num_blocks=80) as vllm:
+        for _ in range(3):
+            assert [vllm.ask(tokens) for tokens in prompts] == right
+        assert vllm.stats()["tokens"]["ram_hit"] > 0

@@ -1,0 +1,210 @@
+"""Real servers over real HTTP: statistics, metrics, keys, signals, and two of them side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.engine import prompt
+from tests.e2e.server import Server
+
+KEY = "sk-TESTSECRET"
+PROMPTS = [prompt(seed, 600) for seed in range(3)]
+
+STATS_FIELDS = {
+    "tiers.vram": {"capacity_bytes", "capacity_blocks", "resident_blocks", "clean_blocks", "in_use_blocks"},
+    "tiers.ram": {"capacity_bytes", "used_bytes", "capacity_blocks", "used_blocks", "pinned_blocks"},
+    "tokens": {"queried", "vram_hit", "ram_hit", "computed"},
+    "store": {"blocks", "bytes", "seconds", "in_flight"},
+    "load": {"blocks", "bytes", "seconds", "in_flight"},
+    "evicted": {"ram_blocks", "vram_blocks"},
+    "dedup": {"references", "unique_blocks"},
+    "prefetch": {"issued_blocks", "used_blocks", "wasted_blocks"},
+    "failures": {"store", "load", "recomputed_tokens"},
+    "sessions": {"known", "active"},
+}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama, tmp_path_factory):
+    with Server(tiny_llama, api_key=KEY, log=tmp_path_factory.mktemp("server") / "log") as running:
+        yield running
+
+
+def kvortex(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from kvortex_cli.main import main; main()", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
+        check=False,
+    )
+
+
+def settled(server: Server) -> dict:
+    """The statistics once no copy is in flight; requests end before their last stores do."""
+    for _ in range(100):
+        stats = server.stats()
+        if not stats["store"]["in_flight"] and not stats["load"]["in_flight"]:
+            return stats
+        time.sleep(0.05)
+    raise AssertionError(stats)
+
+
+def test_a_conversation_comes_back_from_ram_and_the_text_is_the_same(server):
+    first = [server.complete(tokens) for tokens in PROMPTS]
+    assert [server.complete(tokens) for tokens in PROMPTS] == first
+    stats = settled(server)
+    assert stats["tokens"]["ram_hit"] > 0
+    assert stats["load"]["bytes"] == stats["load"]["blocks"] * 12288
+
+
+def test_stats_have_every_field_of_the_contract(server):
+    stats = server.stats()
+    assert {"kvortex", "vllm", "model", "uptime_s"} <= stats.keys()
+    for path, fields in STATS_FIELDS.items():
+        part = stats
+        for name in path.split("."):
+            part = part[name]
+        assert fields <= part.keys(), path
+
+
+def test_every_queried_token_is_counted_once(server):
+    before = server.stats()["tokens"]
+    server.complete(PROMPTS[0])
+    server.complete(prompt(50, 333))
+    after = server.stats()["tokens"]
+    assert after["vram_hit"] + after["ram_hit"] + after["computed"] == after["queried"]
+    assert after["queried"] - before["queried"] == 600 + 333
+
+
+def test_prometheus_agrees_with_stats(server):
+    """Field trial B58: the engine is another process, and its series are on the server's /metrics."""
+    stats, metrics = settled(server), server.metrics()
+    expected = {
+        'kvortex_prompt_tokens_total{source="vram"}': stats["tokens"]["vram_hit"],
+        'kvortex_prompt_tokens_total{source="ram"}': stats["tokens"]["ram_hit"],
+        'kvortex_prompt_tokens_total{source="computed"}': stats["tokens"]["computed"],
+        "kvortex_queried_tokens_total": stats["tokens"]["queried"],
+        "kvortex_store_blocks_total": stats["store"]["blocks"],
+        "kvortex_store_bytes_total": stats["store"]["bytes"],
+        "kvortex_load_blocks_total": stats["load"]["blocks"],
+        "kvortex_load_bytes_total": stats["load"]["bytes"],
+        "kvortex_load_in_flight_blocks": 0,
+        'kvortex_capacity_bytes{tier="ram"}': stats["tiers"]["ram"]["capacity_bytes"],
+        'kvortex_vram_blocks{state="resident"}': stats["tiers"]["vram"]["resident_blocks"],
+        'kvortex_vram_blocks{state="clean"}': stats["tiers"]["vram"]["clean_blocks"],
+        'kvortex_ram_blocks{state="used"}': stats["tiers"]["ram"]["used_blocks"],
+        'kvortex_evicted_blocks_total{tier="vram"}': stats["evicted"]["vram_blocks"],
+        'kvortex_failed_blocks_total{direction="load"}': stats["failures"]["load"],
+    }
+    assert {name: metrics.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])
+def test_kvortex_routes_ask_for_the_same_key_as_v1(server, headers):
+    import httpx
+
+    for path in ("/kvortex/stats", "/v1/models"):
+        assert httpx.get(server.url + path, headers=headers).status_code == 401, path
+
+
+def test_the_key_is_on_no_command_line_and_in_no_log(server):
+    """Field trial B64."""
+    assert len(server.family()) > 1
+    for process in server.family():
+        assert KEY not in " ".join(process.cmdline()), process
+    assert KEY not in server.log.read_text(errors="replace")
+
+
+def test_nothing_but_the_api_port_listens_beyond_loopback(server):
+    """Field trial B65."""
+    for process in server.family():
+        for connection in process.net_connections(kind="inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                assert connection.laddr.ip in ("127.0.0.1", "::1"), (process, connection)
+
+
+def test_inspect_shows_the_servers_own_numbers(server):
+    stats = settled(server)
+    table = kvortex("inspect", "stats", "--url", server.url, VLLM_API_KEY=KEY)
+    assert table.returncode == 0, table.stderr
+    assert f"{stats['tokens']['ram_hit']:,}" in table.stdout
+    document = kvortex("inspect", "--url", server.url, "--json", VLLM_API_KEY=KEY)
+    assert json.loads(document.stdout)["tokens"] == stats["tokens"]
+
+
+def test_inspect_says_that_a_key_is_needed(server):
+    answer = kvortex("inspect", "--url", server.url, VLLM_API_KEY="")
+    assert answer.returncode == 1
+    assert "API key" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_two_servers_side_by_side_and_one_is_killed_and_started_again(server, tiny_llama, tmp_path):
+    """Field trials B20, B67: nothing shared, nothing left behind by a SIGKILL, the other server untouched."""
+    first = server.complete(PROMPTS[1])
+    other = Server(tiny_llama, log=tmp_path / "log")
+    with other:
+        assert other.stats()["tokens"]["queried"] == 0
+        assert other.complete(PROMPTS[1]) == first
+        before = server.stats()["tokens"]
+        family = other.family()
+        other.kill()
+        gone, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+    assert server.stats()["tokens"] == before
+    assert not [p for p in Path("/dev/shm").iterdir() if "kvortex" in p.name]
+    with Server(tiny_llama, port=other.port, log=tmp_path / "again") as again:
+        assert again.complete(PROMPTS[1]) == first
+        assert again.complete(PROMPTS[1]) == first
+        family = again.family()
+        code = again.terminate()
+        assert code in (0, -15, 143), again.tail()
+        gone, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, "SIGTERM leaves nothing behind"
+        assert "Traceback" not in again.log.read_text(errors="replace")
+    assert server.complete(PROMPTS[1]) == first
+
+
+def test_a_killed_launcher_leaves_no_engine_behind(tiny_llama, tmp_path):
+    """Field trial B20: `kvortex serve` becomes the server, so there is no launcher to lose; killing the server alone
+    must end its engine too."""
+    with Server(tiny_llama, log=tmp_path / "log") as lone:
+        family = lone.family()
+        lone.process.kill()
+        lone.process.wait(10)
+        gone, alive = psutil.wait_procs(family, timeout=15)
+        assert not alive, alive
+
+
+def test_plain_vllm_serve_runs_the_connector(tiny_llama, tmp_path):
+    """Without `kvortex serve`: vLLM's own server module, its own plugin loading, KVortex by --kv-transfer-config."""
+    transfer = {
+        "kv_connector": "KVortexConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"ram_cache_size": "20MB", "offload_threshold": 0},
+    }
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_llama),
+        *("--max-model-len", "1152", "--num-gpu-blocks-override", "40", "--kv-cache-memory-bytes", "100000000"),
+        *("--enforce-eager", "--host", "127.0.0.1", "--block-size", "32"),
+        *("--kv-transfer-config", json.dumps(transfer)),
+    ]
+    os.environ["VLLM_PLUGINS"] = "kvortex,kvortex_routes"
+    try:
+        plain = Server(tiny_llama, command=command, log=tmp_path / "log")
+    finally:
+        del os.environ["VLLM_PLUGINS"]
+    with plain:
+        first = [plain.complete(tokens) for tokens in PROMPTS]
+        assert [plain.complete(tokens) for tokens in PROMPTS] == first
+        assert settled(plain)["tokens"]["ram_hit"] > 0
