@@ -35,10 +35,6 @@ TURNS = (1, 2, 3)
 STATS_WITHIN_S = 5.0
 
 
-class DemoError(Exception):
-    """The demo cannot go on; the message says why."""
-
-
 class Tokens(NamedTuple):
     """Prompt tokens by where their KV came from: `tokens` of GET /kvortex/stats, whose counters only grow."""
 
@@ -76,7 +72,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return demo(options.model, options.config)
-    except (DemoError, ServerError) as error:
+    except (RequestError, ServerError) as error:
         say(f"FAILED: {error}")
         return 1
     except KeyboardInterrupt:
@@ -88,6 +84,7 @@ def demo(model: str, config: str) -> int:
     say("1 of 2: plain vLLM")
     plain: dict[tuple[str, int], Answer] = {}
     with Server([model, "--config", config, "--set", "kv_cache.backend=none"], say=say) as server:
+        warm_up(server)
         for name, number, answer in talk(server):
             plain[name, number] = answer
             say(f"conversation {name}, turn {number}: first token after {answer.ttft_s:.2f} s")
@@ -95,7 +92,8 @@ def demo(model: str, config: str) -> int:
     say("2 of 2: the same with KVortex")
     turns: list[Turn] = []
     with Server([model, "--config", config], say=say) as server:
-        counted = Tokens(0, 0, 0, 0)
+        warm_up(server)
+        counted = read_tokens(server, Tokens(0, 0, 0, 0))
         print(HEADER)
         for name, number, answer in talk(server):
             before, counted = counted, read_tokens(server, counted)
@@ -120,24 +118,24 @@ def demo(model: str, config: str) -> int:
 # --- talking to a server ------------------------------------------------------------------------------------
 
 
+def warm_up(server: Server) -> None:
+    """Whatever a server does only once should not count as the first conversation's time."""
+    ask(server.http, [{"role": "user", "content": "Say hello."}], session="warm-up")
+
+
 def talk(server: Server) -> Iterator[tuple[str, int, Answer]]:
     """Every turn of every conversation, one at a time: all first turns, then all second ones, and so on."""
     conversations = {name: Conversation(server.http, name) for name in CONVERSATIONS}
-    try:
-        # Whatever a server does only once should not count as the first conversation's time.
-        ask(server.http, [{"role": "user", "content": "Say hello."}], session="warm-up")
-        for number in TURNS:
-            for name, conversation in conversations.items():
-                yield name, number, conversation.turn(number)
-    except RequestError as error:
-        raise DemoError(f"a request failed: {error}\n{server.tail()}") from error
+    for number in TURNS:
+        for name, conversation in conversations.items():
+            yield name, number, conversation.turn(number)
 
 
 def read_stats(server: Server) -> dict[str, Any]:
     try:
         response = server.http.get("/kvortex/stats").raise_for_status()
     except httpx.HTTPError as error:
-        raise DemoError(f"GET /kvortex/stats: {error}\n{server.tail()}") from error
+        raise RequestError(f"GET /kvortex/stats: {error}") from error
     stats: dict[str, Any] = response.json()
     return stats
 

@@ -64,6 +64,8 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+        if isinstance(error, Exception):  # not Ctrl-C
+            self._say(f"the server, until then:\n{self.tail()}")
 
     def stop(self) -> None:
         """SIGTERM and time to drain, then SIGKILL to all that is left of the group. Twice is once."""

@@ -31,6 +31,8 @@ _PARALLEL_SIZES: Final = (
     "prefill_context_parallel_size",
     "data_parallel_size",
 )
+# vLLM's own default cuts running requests off at once; SIGTERM shall let them end.
+_DRAIN_SECONDS: Final = 30
 # Whatever moves KV in KVortex's place: these and KVortex cannot both have the connector.
 _OTHER_CONNECTORS: Final = ("kv_transfer_config", "kv_offloading_size")
 
@@ -131,6 +133,8 @@ def resolve(
         _check(layer, machine)
     kv_cache, sources = _merged_kv_cache(layers, machine)
     vllm = _merged(layer.vllm for layer in reversed(layers))
+    drains = Source(SourceKind.DEFAULT, Place("default: SIGTERM lets running requests end"))
+    vllm.setdefault("shutdown_timeout", Setting(_DRAIN_SECONDS, drains))
     model = vllm.pop("model", None)
     _check_model(model, path, require_model)
     resolved = ResolvedConfig(model, kv_cache, sources, MappingProxyType(vllm), command_line.untouched)

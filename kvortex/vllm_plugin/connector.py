@@ -18,6 +18,7 @@ from kvortex.cache.index import BlockIndex
 from kvortex.cache.policies import make_policy
 from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin import compat
+from kvortex.vllm_plugin.parent_watch import end_with_parent
 from kvortex.vllm_plugin.scheduler import SchedulerSide
 from kvortex.vllm_plugin.setup import engine_facts
 from kvortex.vllm_plugin.stats_socket import StatsServer
@@ -102,6 +103,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler_side.bind_pool(gpu_block_pool)
+        end_with_parent()
         self._stats = StatsServer(self._facts.engine_id, self._scheduler_side.snapshot)
 
     def get_num_new_matched_tokens(

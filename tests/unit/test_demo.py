@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -228,3 +229,22 @@ def test_a_server_that_is_never_ready_is_given_up_and_stopped(
     with pytest.raises(server.ServerError, match="not ready"):
         never_ready.__enter__()
     assert gone(int(never_ready.log.read_text()))
+
+
+def test_an_error_inside_the_block_shows_the_end_of_the_servers_log(
+    server: Any, pretend_kvortex: Any
+) -> None:
+    pretend_kvortex("""
+        Health.do_POST = lambda self: (print("out of memory", flush=True), os._exit(3))
+        serve_health()
+    """)
+    said: list[str] = []
+    running = server.Server(["model"], say=said.append)
+
+    def asked() -> None:
+        with running:
+            running.http.post("/v1/chat/completions")
+
+    with pytest.raises(httpx.TransportError):
+        asked()
+    assert said[-1].endswith("out of memory")
