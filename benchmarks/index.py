@@ -128,9 +128,7 @@ def cpu_model() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the index of the RAM tier, full, in batches of 1000.")
-    parser.add_argument(
-        "--blocks", type=int, default=1_000_000, help="multiple of 1000 (default: %(default)s)"
-    )
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="multiple of 1000 (default: %(default)s)")
     parser.add_argument("--policy", choices=sorted(EVICTION_POLICIES), default="lru")
     parser.add_argument("--runs", type=int, default=200, help="of each operation (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the order of blocks (default: %(default)s)")

@@ -75,9 +75,7 @@ def ask(http: httpx.Client, messages: list[Message], *, session: str) -> Answer:
     text, prompt_tokens, ttft_s = "", 0, None
     sent = time.monotonic()
     try:
-        with http.stream(
-            "POST", "/v1/chat/completions", json=request, headers={"X-Session-Id": session}
-        ) as response:
+        with http.stream("POST", "/v1/chat/completions", json=request, headers={"X-Session-Id": session}) as response:
             if response.status_code != 200:
                 raise RequestError(f"{response.status_code}: {response.read().decode(errors='replace')}")
             for line in response.iter_lines():

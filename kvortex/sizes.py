@@ -96,9 +96,7 @@ def _size_of_text(text: str, of: int | None) -> int:
             raise BadValueError(f"{text!r}: a bare number is bytes, and has no fraction", hint=_SIZE_HINT)
         return int(number)
     if unit not in _UNITS:
-        raise BadValueError(
-            f"{text!r} is not a size: {_why_not_a_unit(unit)}", hint=_unit_hint(match[1], unit)
-        )
+        raise BadValueError(f"{text!r} is not a size: {_why_not_a_unit(unit)}", hint=_unit_hint(match[1], unit))
     return math.floor(number * _UNITS[unit])
 
 

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 def doctor(
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", metavar="MODEL", help="Also say what of this model fits: a Hub name or a directory."
-        ),
+        typer.Option("--model", metavar="MODEL", help="Also say what of this model fits: a Hub name or a directory."),
     ] = None,
     config: Annotated[
         str | None,
@@ -72,9 +70,7 @@ def _print_json(findings: list[Finding]) -> None:
     from kvortex_cli.checks.finding import Status
 
     counts = {status.value: sum(finding.status is status for finding in findings) for status in Status}
-    shown = [
-        {"check": f.check, "status": f.status.value, "value": f.value, "fix": f.fix or None} for f in findings
-    ]
+    shown = [{"check": f.check, "status": f.status.value, "value": f.value, "fix": f.fix or None} for f in findings]
     print(json.dumps({"findings": shown, "summary": {"kvortex": __version__, **counts}}, indent=2))
 
 

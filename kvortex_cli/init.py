@@ -58,9 +58,7 @@ def _read_shape(model: str) -> KVShape:
     return read_kv_shape(files.config, source=files.source)
 
 
-def render(
-    model: str, sizing: Sizing, ram: Ram, report: GpuReport | None, trouble: str, file_name: str
-) -> str:
+def render(model: str, sizing: Sizing, ram: Ram, report: GpuReport | None, trouble: str, file_name: str) -> str:
     """The file's text.
 
     Args:
@@ -87,12 +85,8 @@ def render(
     threshold = KVCacheSettings.model_fields["offload_threshold"].default
     fixed = (
         Suggestion("backend", '"kvortex"', '"none" serves plain vLLM, to compare with'),
-        Suggestion(
-            "offload_threshold", f"{threshold}", "store cold blocks when this share of VRAM's KV is in use"
-        ),
-        Suggestion(
-            "prefetch_enabled", "true", "load a conversation's blocks before its next turn needs them"
-        ),
+        Suggestion("offload_threshold", f"{threshold}", "store cold blocks when this share of VRAM's KV is in use"),
+        Suggestion("prefetch_enabled", "true", "load a conversation's blocks before its next turn needs them"),
     )
     own = sorted((*fixed, *sizing.kv_cache), key=lambda suggestion: _ORDER.index(suggestion.key))
     top = [Suggestion("model", json.dumps(model, ensure_ascii=False), ""), *sizing.vllm]

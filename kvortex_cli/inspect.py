@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -17,7 +17,7 @@ DEFAULT_URL: Final = "http://localhost:8000"
 TIMEOUT_S: Final = 10.0
 
 
-class View(str, Enum):
+class View(StrEnum):
     """What to look at."""
 
     STATS = "stats"

@@ -43,18 +43,14 @@ def serve(
         str | None,
         typer.Argument(help="Model to serve: a Hub name or a directory. Optional if the file names it."),
     ] = None,
-    config: Annotated[
-        str | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file to read.")
-    ] = None,
+    config: Annotated[str | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file to read.")] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as kv_cache.ram_cache_size=64GB."),
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Print every value with its source, and the vllm serve line; start nothing."
-        ),
+        typer.Option("--dry-run", help="Print every value with its source, and the vllm serve line; start nothing."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print that as JSON.")] = False,
 ) -> None:
@@ -118,9 +114,7 @@ def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoRetur
     for problem in problems(resolved, machine, install):
         raise problem
     _check_port(resolved)
-    report(
-        "kvortex", f"serving {resolved.model.value if resolved.model else ''} {_in_short(resolved, install)}"
-    )
+    report("kvortex", f"serving {resolved.model.value if resolved.model else ''} {_in_short(resolved, install)}")
     sys.stdout.flush()
     sys.stderr.flush()
     # The same process id: signals reach vLLM itself, and no parent is left that could die alone.

@@ -52,9 +52,7 @@ def suggest(ram: Ram, gpus: Sequence[Gpu], shape: KVShape | None) -> Sizing:
         blocks = size // block_bytes
         conversations = blocks // -(-_CONVERSATION_TOKENS // block_size)
         why_block += f": {format_bytes(block_bytes)} of KV a block here"
-        why_size += (
-            f"; {blocks * block_size:,} tokens, {conversations:,} conversations of {_CONVERSATION_TOKENS:,}"
-        )
+        why_size += f"; {blocks * block_size:,} tokens, {conversations:,} conversations of {_CONVERSATION_TOKENS:,}"
     return Sizing(
         vllm=(
             Suggestion("tensor_parallel_size", str(tp), why_tp),
@@ -75,11 +73,7 @@ def _tensor_parallel_size(num_gpus: int, shape: KVShape | None) -> tuple[int, st
     if shape is None:
         # Nearly every model's heads divide by powers of two.
         return 1 << (num_gpus.bit_length() - 1), f"{visible}; check that it divides the model's heads"
-    tp = max(
-        tp
-        for tp in shape.tensor_parallel_sizes(num_gpus)
-        if tp == 1 or tp <= shape.kv_heads or _latent(shape)
-    )
+    tp = max(tp for tp in shape.tensor_parallel_sizes(num_gpus) if tp == 1 or tp <= shape.kv_heads or _latent(shape))
     heads = f"{shape.attention_heads} attention heads"
     heads += "" if _latent(shape) else f" and {shape.kv_heads} KV heads"
     return tp, f"{visible}; it divides {heads}"
@@ -94,9 +88,7 @@ def _utilization(ram: Ram, gpus: Sequence[Gpu]) -> tuple[float, str]:
         # The CPU build takes this share of all RAM it is allowed, and refuses what is not free.
         share = math.floor(100 * _CPU_SERVER_SHARE * ram.usable_bytes / ram.allowed_bytes) / 100
         return max(share, 0.01), "on the CPU build: share of RAM for weights and vLLM's own KV"
-    free = [
-        gpu.free_bytes / gpu.memory_bytes for gpu in gpus if gpu.free_bytes is not None and gpu.memory_bytes
-    ]
+    free = [gpu.free_bytes / gpu.memory_bytes for gpu in gpus if gpu.free_bytes is not None and gpu.memory_bytes]
     least = math.floor(100 * min(free, default=1.0) - 2) / 100
     if least < _UTILIZATION:
         used = f"{1 - min(free):.0%} of a GPU is in use by others now"

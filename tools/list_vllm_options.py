@@ -36,9 +36,7 @@ _TYPE_ORDER = ("int", "float", "count", "str", "json", "any")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     collect_parser = commands.add_parser("collect")
     collect_parser.add_argument(
@@ -69,11 +67,7 @@ def collect(*, cpu_platform: bool) -> dict[str, Any]:
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     options = {}
     for action in parser._actions:
-        names = [
-            option.removeprefix("--").replace("-", "_")
-            for option in action.option_strings
-            if option[:2] == "--"
-        ]
+        names = [option.removeprefix("--").replace("-", "_") for option in action.option_strings if option[:2] == "--"]
         if not names or names[0] == "help":
             continue
         kind = kind_of(action)
@@ -159,9 +153,7 @@ def widest(one: str, other: str) -> str:
 
 def as_text(table: dict[str, Any]) -> str:
     """JSON with one option a line, so that a change of vLLM's reads as a change of lines."""
-    lines = ",\n".join(
-        f"  {json.dumps(name)}: {json.dumps(option)}" for name, option in table["options"].items()
-    )
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(option)}" for name, option in table["options"].items())
     return f'{{\n "versions": {json.dumps(table["versions"])},\n "options": {{\n{lines}\n }}\n}}\n'
 
 

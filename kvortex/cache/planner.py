@@ -47,9 +47,7 @@ NOTHING = StoreDecision()
 class OffloadPlanner:
     """Decides, once a step, which blocks to store. EngineCore process, scheduler thread."""
 
-    def __init__(
-        self, watermarks: Watermarks, capacity_blocks: int, residency: Residency, index: BlockIndex
-    ) -> None:
+    def __init__(self, watermarks: Watermarks, capacity_blocks: int, residency: Residency, index: BlockIndex) -> None:
         self._marks = watermarks
         self._start_above = int(watermarks.threshold * capacity_blocks)
         self._stop_at = int(watermarks.target * capacity_blocks)

@@ -92,9 +92,7 @@ class PrefixMatcher:
         end = end // self.alignment * self.alignment
         if self._drop_last_block:
             end -= self.alignment
-        present = {
-            g.group_id: self._index.ready_slots(keys_of(g)[: end // g.block_size]) for g in self._sliding
-        }
+        present = {g.group_id: self._index.ready_slots(keys_of(g)[: end // g.block_size]) for g in self._sliding}
         while end > local_tokens and not all(
             self._window_restorable(g, present[g.group_id], local_tokens, end) for g in self._sliding
         ):
@@ -102,17 +100,13 @@ class PrefixMatcher:
         if end <= local_tokens:
             return miss
         for group in self._full:
-            slots[group.group_id] = {
-                i: s for i, s in slots[group.group_id].items() if i < end // group.block_size
-            }
+            slots[group.group_id] = {i: s for i, s in slots[group.group_id].items() if i < end // group.block_size}
         for group in self._sliding:
             held = present[group.group_id]
             slots[group.group_id] = {i: held[i] for i in self._needed(group, local_tokens, end)}
         return PrefixHit(local_tokens, end - local_tokens, slots)
 
-    def _window_restorable(
-        self, group: GroupShape, held: Mapping[int, int], local_tokens: int, end: int
-    ) -> bool:
+    def _window_restorable(self, group: GroupShape, held: Mapping[int, int], local_tokens: int, end: int) -> bool:
         return all(i in held for i in self._needed(group, local_tokens, end))
 
     @staticmethod

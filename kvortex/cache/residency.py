@@ -75,7 +75,7 @@ class Residency:
             self._queue[block_id] = self._clock()
 
     def block_uncached(self, block_id: int, key: BlockKey) -> bool:
-        """VRAM no longer finds `block_id` under `key`: it is about to be written anew. False if `key` did not name it."""
+        """VRAM no longer finds `block_id` under `key`: it is about to be written anew. False if named otherwise."""
         if self._key_of.get(block_id) != key:
             return False
         del self._key_of[block_id]

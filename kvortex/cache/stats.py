@@ -1,7 +1,7 @@
 """What the cache has done, as counters that only grow, and as the one document everything shows.
 
-`Ledger` counts; `snapshot` (in the scheduler side) adds what is true now. Every queried token is counted exactly once, when its fate
-is known: as vram_hit, ram_hit or computed.
+`Ledger` counts; the scheduler side's `snapshot` adds what is true now. Every queried token is counted exactly once,
+when its fate is known: as vram_hit, ram_hit or computed.
 """
 
 from __future__ import annotations

@@ -139,11 +139,7 @@ def _take(option: VllmOption, rest: list[str], place: Place) -> list[str]:
     """Takes the values of an option from what follows it, by argparse's rule: up to the next dash."""
     most = len(rest) if option.kind is Kind.LIST else 1
     taken: list[str] = []
-    while (
-        rest
-        and len(taken) < most
-        and (not rest[0].startswith("-") or rest[0] == "-" or _NUMBER.match(rest[0]))
-    ):
+    while rest and len(taken) < most and (not rest[0].startswith("-") or rest[0] == "-" or _NUMBER.match(rest[0])):
         taken.append(rest.pop(0))
     if not taken and option.kind is not Kind.OPTIONAL:
         raise ConfigError(place, "has no value", hint=f"write {place}=VALUE")

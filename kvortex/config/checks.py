@@ -14,9 +14,7 @@ from kvortex.errors import ConfigError, KVortexError
 from kvortex.sizes import format_bytes
 
 
-def problems(
-    resolved: ResolvedConfig, machine: MachineFacts, install: VllmInstall | None
-) -> Iterator[KVortexError]:
+def problems(resolved: ResolvedConfig, machine: MachineFacts, install: VllmInstall | None) -> Iterator[KVortexError]:
     """Each reason why this machine cannot serve this configuration; the configuration by itself is right."""
     if resolved.uses_kvortex:
         yield from _ram_problems(resolved, machine)
@@ -26,21 +24,15 @@ def problems(
         for option in vllm_options().missing_in(install.minor, resolved.vllm):
             has = f"{option.since} is the first" if option.since else f"{option.until} is the last"
             place = resolved.place_of(option.name)
-            yield ConfigError(
-                place, f"vLLM {install.version} has no option {option.flag}", hint=f"vLLM {has} with it"
-            )
+            yield ConfigError(place, f"vLLM {install.version} has no option {option.flag}", hint=f"vLLM {has} with it")
 
 
 def _ram_problems(resolved: ResolvedConfig, machine: MachineFacts) -> Iterator[KVortexError]:
     size, place = resolved.kv_cache.ram_cache_size, resolved.place_of("ram_cache_size")
     if size > machine.usable_ram_bytes:
         usable = format_bytes(machine.usable_ram_bytes)
-        message = (
-            f"{SECTION}.ram_cache_size is {format_bytes(size)}, and this process may use {usable} of RAM now"
-        )
-        yield ConfigError(
-            place, message, hint="it is the whole server's, not a GPU's; 50% is half of the usable RAM"
-        )
+        message = f"{SECTION}.ram_cache_size is {format_bytes(size)}, and this process may use {usable} of RAM now"
+        yield ConfigError(place, message, hint="it is the whole server's, not a GPU's; 50% is half of the usable RAM")
     block_bytes = _block_bytes(resolved)
     if block_bytes is not None and size < block_bytes * resolved.num_ranks:
         least = block_bytes * resolved.num_ranks
@@ -78,21 +70,14 @@ def _unsupported(resolved: ResolvedConfig) -> Iterator[KVortexError]:
 
 def _gpu_problems(resolved: ResolvedConfig, machine: MachineFacts) -> Iterator[KVortexError]:
     elsewhere = (
-        resolved.vllm_value("nnodes", 1) > 1
-        or resolved.vllm_value("data_parallel_size_local", None) is not None
+        resolved.vllm_value("nnodes", 1) > 1 or resolved.vllm_value("data_parallel_size_local", None) is not None
     )
     if machine.gpu_count is None or elsewhere or resolved.num_ranks <= machine.gpu_count:
         return
     name = next(
-        (
-            n
-            for n in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-            if n in resolved.vllm
-        ),
+        (n for n in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size") if n in resolved.vllm),
         "tensor_parallel_size",
     )
     seen = f"{machine.gpu_count} visible GPU" + ("" if machine.gpu_count == 1 else "s")
     message = f"{name} asks for {resolved.num_ranks} GPUs in all; this process has {seen}"
-    yield ConfigError(
-        resolved.place_of(name), message, hint="lower it, or see `kvortex doctor` for what is visible"
-    )
+    yield ConfigError(resolved.place_of(name), message, hint="lower it, or see `kvortex doctor` for what is visible")

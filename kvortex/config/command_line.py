@@ -53,9 +53,7 @@ class VllmCommand:
         return " ".join([*assignments, shlex.join(self.argv)])
 
 
-def vllm_command(
-    resolved: ResolvedConfig, environment: Mapping[str, str], *, show_secrets: bool = True
-) -> VllmCommand:
+def vllm_command(resolved: ResolvedConfig, environment: Mapping[str, str], *, show_secrets: bool = True) -> VllmCommand:
     """The command that serves as resolved.
 
     Args:

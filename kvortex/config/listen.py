@@ -39,13 +39,9 @@ def _refusal(host: str | None, port: int, error: OSError) -> UsageError:
         by = f" by process {owner[0]} ({owner[1]})" if owner is not None else ""
         return UsageError(f"port {port} is taken{by}", hint="give another --port, or end that process")
     if error.errno == errno.EACCES:
-        return UsageError(
-            f"port {port} needs privileges this process lacks", hint="give a --port of 1024 or more"
-        )
+        return UsageError(f"port {port} needs privileges this process lacks", hint="give a --port of 1024 or more")
     where = f"{host}:{port}" if host else f"port {port}"
-    return UsageError(
-        f"{where} cannot be listened on: {error.strerror or error}", hint="give another --host or --port"
-    )
+    return UsageError(f"{where} cannot be listened on: {error.strerror or error}", hint="give another --host or --port")
 
 
 def _owner(port: int) -> tuple[int, str] | None:

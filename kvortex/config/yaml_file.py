@@ -52,9 +52,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:
-            raise _RefusedError(
-                event.start_mark.line, f"the tag {event.tag!r} is not allowed; write a plain value"
-            )
+            raise _RefusedError(event.start_mark.line, f"the tag {event.tag!r} is not allowed; write a plain value")
         self.depth += 1
         if self.depth > _MAX_DEPTH:
             raise _RefusedError(event.start_mark.line, f"nested more than {_MAX_DEPTH} deep")
@@ -91,9 +89,7 @@ def load_yaml_file(path: str) -> Mapping[str, Entry]:
         raise ConfigError(Place(path, 1), "the file is empty", hint=_MINIMAL_FILE)
     if entry.children is None:
         kind = "a list" if isinstance(entry.value, list) else "a single value"
-        raise ConfigError(
-            Place(path, entry.line), f"the file is {kind}, not keys and values", hint=_MINIMAL_FILE
-        )
+        raise ConfigError(Place(path, entry.line), f"the file is {kind}, not keys and values", hint=_MINIMAL_FILE)
     return entry.children
 
 
@@ -105,17 +101,13 @@ def parse_yaml_value(text: str, place: Place) -> Entry:
         root = _compose(text)
         return _EntryMaker().entry(root, 0) if root is not None else Entry(value=None, line=0, text=text)
     except _RefusedError as refused:
-        raise ConfigError(
-            place, f"{text!r} is not one YAML value: {refused.message}", hint=refused.hint
-        ) from None
+        raise ConfigError(place, f"{text!r} is not one YAML value: {refused.message}", hint=refused.hint) from None
 
 
 def _read_text(path: str) -> str:
     place = Place(path)
     if path == "":
-        raise ConfigError(
-            Place("--config"), "no file is named", hint="name a YAML file, or leave --config out"
-        )
+        raise ConfigError(Place("--config"), "no file is named", hint="name a YAML file, or leave --config out")
     try:
         with Path(path).open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -143,9 +135,7 @@ def _compose(text: str) -> yaml.Node | None:
             loader.dispose()
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position)
-        raise _RefusedError(
-            line, f"the character {chr(int(error.character))!r} is not allowed in YAML"
-        ) from None
+        raise _RefusedError(line, f"the character {chr(int(error.character))!r} is not allowed in YAML") from None
     except yaml.MarkedYAMLError as error:
         raise _refusal(error, text) from None
 
@@ -174,9 +164,7 @@ class _EntryMaker:
         self.num_entries += 1
         if self.num_entries > _MAX_ENTRIES:
             # At the key that uses the aliases, not where their values stand.
-            raise _RefusedError(
-                self.top_line, f"more than {_MAX_ENTRIES} values once its aliases are followed"
-            )
+            raise _RefusedError(self.top_line, f"more than {_MAX_ENTRIES} values once its aliases are followed")
         if id(node) in self.being_made:
             raise _RefusedError(line, "an alias that contains itself")
         self.being_made.add(id(node))

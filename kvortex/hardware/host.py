@@ -103,8 +103,7 @@ def _nvidia_pci(root: Path) -> tuple[str, ...]:
         sorted(
             device.name
             for device in devices.iterdir()
-            if _text(device / "vendor") == _NVIDIA_VENDOR
-            and _text(device / "class").startswith(_DISPLAY_CLASS)
+            if _text(device / "vendor") == _NVIDIA_VENDOR and _text(device / "class").startswith(_DISPLAY_CLASS)
         )
     )
 

@@ -107,8 +107,7 @@ def read_shared_memory(path: Path = Path("/dev/shm")) -> SharedMemory | None:
 
 def read_lock_limit() -> LockLimit:
     soft, hard = (
-        None if limit == resource.RLIM_INFINITY else limit
-        for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
     )
     return LockLimit(soft, hard)
 
@@ -152,9 +151,7 @@ def _mounts(root: Path, is_v2: bool) -> Iterator[tuple[str, Path]]:
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         mount, kind = before.split(), after.split()
-        wanted = (
-            kind[:1] == ["cgroup2"] if is_v2 else kind[:1] == ["cgroup"] and "memory" in kind[-1].split(",")
-        )
+        wanted = kind[:1] == ["cgroup2"] if is_v2 else kind[:1] == ["cgroup"] and "memory" in kind[-1].split(",")
         if wanted:
             yield mount[3], root / mount[4].lstrip("/")
 

@@ -92,9 +92,7 @@ def try_pinning(
     """
     wanted = json.dumps({"sizes": list(sizes), "gpus": num_gpus})
     try:
-        child = subprocess.run(
-            [*command, wanted], capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        child = subprocess.run([*command, wanted], capture_output=True, text=True, timeout=timeout_s, check=False)
         output, ended = child.stdout, _how_it_ended(child.returncode, child.stderr)
     except subprocess.TimeoutExpired as expired:
         partial = expired.stdout or b""
@@ -108,9 +106,7 @@ def try_pinning(
         cuda_code=init["code"],
         library=init["library"],
         attempts=tuple(
-            PinAttempt(fact["bytes"], fact["seconds"], fact["error"])
-            for fact in facts
-            if fact["event"] == "pin"
+            PinAttempt(fact["bytes"], fact["seconds"], fact["error"]) for fact in facts if fact["event"] == "pin"
         ),
         copies=tuple(
             CopySpeed(fact["gpu"], fact["to_gpu"], fact["from_gpu"], fact["error"])

@@ -1,8 +1,8 @@
 """The copy engine's interface: the CPU and the CUDA engine have the same one.
 
-    KVLayout     where the bytes of a block lie on the device: regions [num_blocks, fragment_bytes]
-    HostSlab     the host's slots: [num_slots, slot_bytes], a slot holds a block's fragments one after the other
-    CopyEngine   takes orders, moves bytes, answers each order once
+KVLayout     where the bytes of a block lie on the device: regions [num_blocks, fragment_bytes]
+HostSlab     the host's slots: [num_slots, slot_bytes], a slot holds a block's fragments one after the other
+CopyEngine   takes orders, moves bytes, answers each order once
 """
 
 from __future__ import annotations

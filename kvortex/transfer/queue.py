@@ -186,9 +186,7 @@ class OrderQueue:
                 if end == job.num_blocks:
                     del waiting[job.order.job_id]
                 order = job.order
-                return Piece(
-                    order.job_id, order.direction, order.gpu_blocks[begin:end], order.slots[begin:end]
-                )
+                return Piece(order.job_id, order.direction, order.gpu_blocks[begin:end], order.slots[begin:end])
         return None
 
     def _time_out(self, job: _Job) -> None:

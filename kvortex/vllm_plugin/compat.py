@@ -88,10 +88,8 @@ def block_bytes(kv_cache_config: KVCacheConfig) -> int:
     """Bytes of one block on one rank, over all layers that share a block id."""
     tensors = kv_cache_config.kv_cache_tensors
     assert tensors, "vLLM gave no KV tensors"
-    if _TENSORS_PLACED_BY_STRIDE:
-        total = int(tensors[0].size)
-    else:
-        total = sum(int(t.size) for t in tensors)
+    # Placed by stride, every tensor names the size of the one allocation that they share.
+    total = int(tensors[0].size) if _TENSORS_PLACED_BY_STRIDE else sum(int(t.size) for t in tensors)
     return total // int(kv_cache_config.num_blocks)
 
 
@@ -159,14 +157,10 @@ def _regions_by_storage(kv_caches: Mapping[str, Any], num_blocks: int) -> list[t
     return list(regions.values())
 
 
-def request_keys(
-    request: Request, group: GroupShape, hash_block_size: int, *, start: int = 0
-) -> list[BlockKey]:
+def request_keys(request: Request, group: GroupShape, hash_block_size: int, *, start: int = 0) -> list[BlockKey]:
     """A key for each complete block of the request's tokens from block `start` on: vLLM's chained hash, group's id."""
     hashes = resolve_block_hashes(request.block_hashes, hash_block_size, group.block_size)
-    return [
-        BlockKey(make_block_hash_with_group_id(hashes[i], group.group_id)) for i in range(start, len(hashes))
-    ]
+    return [BlockKey(make_block_hash_with_group_id(hashes[i], group.group_id)) for i in range(start, len(hashes))]
 
 
 def drops_last_block(vllm_config: VllmConfig) -> bool:

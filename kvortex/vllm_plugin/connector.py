@@ -40,14 +40,14 @@ logger = init_logger(__name__)
 
 
 @dataclass
-class KVortexMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class KVortexMetadata(KVConnectorMetadata):
     """A step's plan on its way to the workers."""
 
     plan: StepPlan = field(default_factory=StepPlan)
 
 
 @dataclass
-class KVortexWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class KVortexWorkerMetadata(KVConnectorWorkerMetadata):
     """The workers' answers on their way back."""
 
     report: StepReport = field(default_factory=StepReport)
@@ -57,12 +57,10 @@ class KVortexWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return KVortexWorkerMetadata(self.report.merge(other.report))
 
 
-class KVortexConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
     """KVortex in vLLM's EngineCore process (scheduler role) or in a worker process (worker role)."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._facts = facts = engine_facts(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
@@ -72,13 +70,11 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups = compat.group_shapes(kv_cache_config)
             policy = make_policy(facts.settings.eviction_policy, facts.num_slots)
             index = BlockIndex(facts.num_slots, policy, namespace=facts.namespace)
-            self._scheduler = SchedulerSide(
-                facts, index, groups, drop_last_block=compat.drops_last_block(vllm_config)
-            )
+            self._scheduler = SchedulerSide(facts, index, groups, drop_last_block=compat.drops_last_block(vllm_config))
             if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(
-                    "kv_load_failure_policy is %r: a failed load fails its request. "
-                    '`kvortex serve` sets "recompute"; add "kv_load_failure_policy": "recompute" to --kv-transfer-config.',
+                    "kv_load_failure_policy is %r: a failed load fails its request. `kvortex serve` sets it to "
+                    '"recompute"; with vllm serve, put "kv_load_failure_policy": "recompute" in --kv-transfer-config.',
                     vllm_config.kv_transfer_config.kv_load_failure_policy,
                 )
         else:
@@ -106,15 +102,11 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         end_with_parent()
         self._stats = StatsServer(self._facts.engine_id, self._scheduler_side.snapshot)
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._scheduler_side.match(request, num_computed_tokens)
         return tokens, bool(tokens)
 
-    def update_state_after_alloc(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -125,9 +117,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(meta, KVortexWorkerMetadata):
             self._scheduler_side.answers(meta.report)
 
-    def request_finished(
-        self, request: Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(

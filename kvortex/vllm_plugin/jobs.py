@@ -133,9 +133,7 @@ class JobBook:
         self._next_id += 1
         return JobId(self._next_id)
 
-    def _order(
-        self, job_id: JobId, direction: Direction, gpu_blocks: Sequence[int], slots: Sequence[int]
-    ) -> CopyOrder:
+    def _order(self, job_id: JobId, direction: Direction, gpu_blocks: Sequence[int], slots: Sequence[int]) -> CopyOrder:
         return CopyOrder(
             job_id,
             direction,

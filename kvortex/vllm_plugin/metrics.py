@@ -32,12 +32,8 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
 
     for direction, what in (("store", "VRAM to RAM"), ("load", "RAM to VRAM")):
         count = stats[direction]
-        yield CounterMetricFamily(
-            f"kvortex_{direction}_blocks", f"Blocks copied, {what}", value=count["blocks"]
-        )
-        yield CounterMetricFamily(
-            f"kvortex_{direction}_bytes", f"Bytes copied, {what}", value=count["bytes"]
-        )
+        yield CounterMetricFamily(f"kvortex_{direction}_blocks", f"Blocks copied, {what}", value=count["blocks"])
+        yield CounterMetricFamily(f"kvortex_{direction}_bytes", f"Bytes copied, {what}", value=count["bytes"])
         yield CounterMetricFamily(
             f"kvortex_{direction}_seconds", f"Time of copies from order to end, {what}", value=count["seconds"]
         )
@@ -60,13 +56,13 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     for state in ("resident", "clean", "in_use"):
         vram.add_metric([state], stats["tiers"]["vram"][f"{state}_blocks"])
     yield vram
-    ram = GaugeMetricFamily(
-        "kvortex_ram_blocks", "RAM blocks: published; pinned by loads under way", labels=["state"]
-    )
+    ram = GaugeMetricFamily("kvortex_ram_blocks", "RAM blocks: published; pinned by loads under way", labels=["state"])
     for state in ("used", "pinned"):
         ram.add_metric([state], stats["tiers"]["ram"][f"{state}_blocks"])
     yield ram
-    yield GaugeMetricFamily("kvortex_ram_used_bytes", "Bytes of published RAM blocks", value=stats["tiers"]["ram"]["used_bytes"])
+    yield GaugeMetricFamily(
+        "kvortex_ram_used_bytes", "Bytes of published RAM blocks", value=stats["tiers"]["ram"]["used_bytes"]
+    )
 
     evicted = CounterMetricFamily("kvortex_evicted_blocks", "Blocks given up to make room", labels=["tier"])
     evicted.add_metric(["ram"], stats["evicted"]["ram_blocks"])
@@ -81,10 +77,14 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     failures.add_metric(["load"], stats["failures"]["load"])
     yield failures
     yield CounterMetricFamily(
-        "kvortex_recomputed_tokens", "Tokens computed because a load failed", value=stats["failures"]["recomputed_tokens"]
+        "kvortex_recomputed_tokens",
+        "Tokens computed because a load failed",
+        value=stats["failures"]["recomputed_tokens"],
     )
     yield CounterMetricFamily(
-        "kvortex_dedup_references", "Complete blocks that RAM held already, and those it took", value=stats["dedup"]["references"]
+        "kvortex_dedup_references",
+        "Complete blocks that RAM held already, and those it took",
+        value=stats["dedup"]["references"],
     )
     yield CounterMetricFamily(
         "kvortex_dedup_unique_blocks", "Blocks that RAM took", value=stats["dedup"]["unique_blocks"]

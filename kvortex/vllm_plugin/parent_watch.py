@@ -1,7 +1,7 @@
 """The engine ends when its server does, also when the server had no time to say so.
 
-vLLM's workers watch their engine, but its engine process does not watch the API server: after a SIGKILL of that one, the
-engine lives on and holds the GPU, its workers and KVortex's RAM. Linux can send a signal on a parent's death.
+vLLM's workers watch their engine, but its engine process does not watch the API server: after a SIGKILL of that one,
+the engine lives on and holds the GPU, its workers and KVortex's RAM. Linux can send a signal on a parent's death.
 """
 
 from __future__ import annotations

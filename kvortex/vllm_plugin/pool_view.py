@@ -26,7 +26,7 @@ class PoolListener(Protocol):
     def prefix_cache_reset(self) -> None: ...
 
 
-class ListenedMap(BlockHashToBlockMap):  # type: ignore[misc]
+class ListenedMap(BlockHashToBlockMap):
     """vLLM's map of complete blocks, with a listener."""
 
     def __init__(self, listener: PoolListener) -> None:

@@ -10,6 +10,4 @@ def register_connector() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(
-            CONNECTOR_NAME, "kvortex.vllm_plugin.connector", CONNECTOR_NAME
-        )
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, "kvortex.vllm_plugin.connector", CONNECTOR_NAME)

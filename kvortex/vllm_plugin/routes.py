@@ -89,7 +89,7 @@ class KVortexRoutes:
         registry.register(self._collector)
         for route in app.routes:
             if isinstance(route, Mount) and route.path == "/metrics":
-                route.app = make_asgi_app(registry=registry)  # type: ignore[no-untyped-call]
+                route.app = make_asgi_app(registry=registry)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """vLLM's engine is there: learns its name and the API keys."""

@@ -98,7 +98,7 @@ class SchedulerSide:
             return state.hit.ram_tokens
 
     def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
-        """The first block that VRAM does not have. If a load is bringing it, waiting costs less than loading it twice."""
+        """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
         group = self._groups[0]
         keys = state.keys(request, group, self.view.hash_block_size)
         position = local_tokens // group.block_size
@@ -241,9 +241,7 @@ class SchedulerSide:
             if state is not None:
                 state.load_failed = True
                 self._ledger.recomputed_tokens += job.ram_tokens
-                logger.warning(
-                    "a load for request %s failed, it is computed instead: %s", job.request_id, job.detail
-                )
+                logger.warning("a load for request %s failed, it is computed instead: %s", job.request_id, job.detail)
         else:
             self._ledger.load.blocks += len(job.slots)
             self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes

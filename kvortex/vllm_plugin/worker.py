@@ -1,7 +1,7 @@
 """The worker side: one a rank, moves bytes and decides nothing. Worker process, its main thread.
 
-    register     vLLM's KV memory -> layout, host slab, copy engine
-    each step    bind -> the plan; loads submitted, stores submitted after the step's kernels; answers collected
+register     vLLM's KV memory -> layout, host slab, copy engine
+each step    bind -> the plan; loads submitted, stores submitted after the step's kernels; answers collected
 """
 
 from __future__ import annotations

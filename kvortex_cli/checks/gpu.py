@@ -56,9 +56,7 @@ def _no_gpu(report: GpuReport, host: Host, *, needs_gpu: bool) -> Finding:
         return fail("gpu", shown, f"install and load the NVIDIA driver; {_PASS_GPUS}")
     if report.present:
         why = report.selection_problem or "it hides all of them"
-        shown = (
-            f"{_count(report.present)} present, none visible: CUDA_VISIBLE_DEVICES={report.visible_devices!r}"
-        )
+        shown = f"{_count(report.present)} present, none visible: CUDA_VISIBLE_DEVICES={report.visible_devices!r}"
         shown, fix = f"{shown}: {why}", "unset CUDA_VISIBLE_DEVICES, or name the GPUs to use"
     else:
         shown = report.no_driver or "the driver knows no GPU"
@@ -69,9 +67,7 @@ def _no_gpu(report: GpuReport, host: Host, *, needs_gpu: bool) -> Finding:
 
 
 def _check_gpu(gpu: Gpu) -> Finding:
-    capability = (
-        f"{gpu.compute_capability[0]}.{gpu.compute_capability[1]}" if gpu.compute_capability else "unknown"
-    )
+    capability = f"{gpu.compute_capability[0]}.{gpu.compute_capability[1]}" if gpu.compute_capability else "unknown"
     memory = format_bytes(gpu.memory_bytes) if gpu.memory_bytes is not None else "memory unknown"
     node = f"NUMA node {gpu.numa_node}" if gpu.numa_node is not None else "NUMA node unknown"
     shown = f"{gpu.name}, {memory}, compute capability {capability}, {_link(gpu)}, {node}"
@@ -93,11 +89,7 @@ def check_device_order(report: GpuReport, environ: Mapping[str, str]) -> list[Fi
     if by_uuid:
         return []
     shown = "the GPUs differ, and CUDA numbers them by speed"
-    return [
-        warn(
-            "device order", shown, "set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that numbers mean what is shown here"
-        )
-    ]
+    return [warn("device order", shown, "set CUDA_DEVICE_ORDER=PCI_BUS_ID, so that numbers mean what is shown here")]
 
 
 def check_driver(report: GpuReport, torch: Torch | None, pins: PinReport | None) -> list[Finding]:
@@ -123,9 +115,7 @@ def check_driver(report: GpuReport, torch: Torch | None, pins: PinReport | None)
     return [ok("driver", shown)]
 
 
-def check_pinning(
-    report: GpuReport, pins: PinReport | None, limit: LockLimit, wanted_bytes: int | None
-) -> Finding:
+def check_pinning(report: GpuReport, pins: PinReport | None, limit: LockLimit, wanted_bytes: int | None) -> Finding:
     """The verdict of the real attempt.
 
     Args:
@@ -140,15 +130,9 @@ def check_pinning(
     failed = next((attempt for attempt in pins.attempts if attempt.error), None)
     if failed is None and pins.pinned_bytes:
         seconds = pins.attempts[-1].seconds
-        return ok(
-            "pinning", f"{format_bytes(pins.pinned_bytes)} touched and pinned in {seconds:.2f} s{asked}"
-        )
+        return ok("pinning", f"{format_bytes(pins.pinned_bytes)} touched and pinned in {seconds:.2f} s{asked}")
     limited = limit.soft_bytes is not None and limit.soft_bytes <= (failed.num_bytes if failed else 0)
-    fix = (
-        RAISE_MEMLOCK
-        if limited
-        else "free RAM, or raise the container's memory limit; on WSL2 use a smaller size"
-    )
+    fix = RAISE_MEMLOCK if limited else "free RAM, or raise the container's memory limit; on WSL2 use a smaller size"
     why = f"{format_bytes(failed.num_bytes)}: {failed.error}" if failed else f"the attempt {pins.ended}"
     if pins.pinned_bytes:
         return warn("pinning", f"{format_bytes(pins.pinned_bytes)} pinned, not {why}{asked}", fix)
@@ -159,11 +143,7 @@ def check_copies(report: GpuReport, pins: PinReport | None) -> list[Finding]:
     """One finding a GPU whose copies were tried."""
     if pins is None:
         return []
-    return [
-        _check_copy(report.gpus[copy.ordinal], copy)
-        for copy in pins.copies
-        if copy.ordinal < len(report.gpus)
-    ]
+    return [_check_copy(report.gpus[copy.ordinal], copy) for copy in pins.copies if copy.ordinal < len(report.gpus)]
 
 
 def _check_copy(gpu: Gpu, copy: CopySpeed) -> Finding:

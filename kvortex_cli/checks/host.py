@@ -39,16 +39,12 @@ def check_ram(ram: Ram) -> Finding:
     shown = f"{format_bytes(ram.usable_bytes)} usable of {format_bytes(ram.total_bytes)}"
     if ram.tightest is not None:
         limit = format_bytes(ram.tightest.limit_bytes)
-        shown += (
-            f"; cgroup {ram.tightest.cgroup} allows {limit}, {format_bytes(ram.tightest.used_bytes)} taken"
-        )
+        shown += f"; cgroup {ram.tightest.cgroup} allows {limit}, {format_bytes(ram.tightest.used_bytes)} taken"
     if ram.usable_bytes < RECOMMENDED_RAM_BYTES:
         recommended = format_bytes(RECOMMENDED_RAM_BYTES)
         fix = f"{recommended} is recommended: with less, the cache keeps fewer conversations"
         if ram.tightest is not None and ram.total_bytes >= RECOMMENDED_RAM_BYTES:
-            fix += (
-                "; the container's memory limit can be raised (docker --memory, Kubernetes resources.limits)"
-            )
+            fix += "; the container's memory limit can be raised (docker --memory, Kubernetes resources.limits)"
         return warn("ram", shown, fix)
     return ok("ram", shown)
 

@@ -66,9 +66,7 @@ def check_model(resolved: ResolvedConfig, gpus: tuple[Gpu, ...]) -> Iterator[Fin
     yield ok("model", f"{describe_shape(shape)}: {kib(token_bytes)} of KV a token")
     block_size = resolved.kv_cache.block_size
     block_bytes = shape.bytes_per_block(block_size, tp)
-    yield ok(
-        "block", f"{block_bytes} bytes ({format_bytes(block_bytes)}) for {block_size} tokens, on all ranks"
-    )
+    yield ok("block", f"{block_bytes} bytes ({format_bytes(block_bytes)}) for {block_size} tokens, on all ranks")
     vram = _vram_kv_bytes(resolved, files, gpus)
     if resolved.uses_kvortex:
         yield _fits_ram(resolved.kv_cache.ram_cache_size, block_bytes, block_size, vram)
@@ -78,13 +76,9 @@ def check_model(resolved: ResolvedConfig, gpus: tuple[Gpu, ...]) -> Iterator[Fin
 
 def _fits_ram(size: int, block_bytes: int, block_size: int, vram: int | None) -> Finding:
     blocks = size // block_bytes
-    shown = (
-        f"{format_bytes(size)}: {_fits(blocks * block_size, blocks // -(-CONVERSATION_TOKENS // block_size))}"
-    )
+    shown = f"{format_bytes(size)}: {_fits(blocks * block_size, blocks // -(-CONVERSATION_TOKENS // block_size))}"
     if blocks == 0:
-        return fail(
-            "fits ram", f"{size} bytes: not one block", f"give ram_cache_size at least {block_bytes} bytes"
-        )
+        return fail("fits ram", f"{size} bytes: not one block", f"give ram_cache_size at least {block_bytes} bytes")
     if vram is not None and size < vram:
         fix = f"give ram_cache_size more than {format_bytes(vram)}"
         return warn("fits ram", f"{shown}; less than VRAM holds, so it mostly mirrors VRAM", fix)
@@ -106,9 +100,7 @@ def _fits_vram(shape: KVShape, files: ModelFiles, vram: int | None, tp: int) -> 
 
 def _vram_kv_bytes(resolved: ResolvedConfig, files: ModelFiles, gpus: tuple[Gpu, ...]) -> int | None:
     """VRAM left for KV over all ranks of one replica, before activations; None where it cannot be told."""
-    ranks = int(resolved.vllm_value("tensor_parallel_size", 1)) * int(
-        resolved.vllm_value("pipeline_parallel_size", 1)
-    )
+    ranks = int(resolved.vllm_value("tensor_parallel_size", 1)) * int(resolved.vllm_value("pipeline_parallel_size", 1))
     sizes = [gpu.memory_bytes for gpu in gpus[:ranks] if gpu.memory_bytes is not None]
     if files.weight_bytes is None or len(sizes) < ranks:
         return None

@@ -119,18 +119,14 @@ def test_gpus_that_are_all_hidden_are_told_apart_from_none() -> None:
 
 
 def test_a_bad_entry_of_visible_devices_is_named() -> None:
-    facts = with_gpus(
-        H200, visible_devices="0,99", selection_problem="there is no GPU 99: this machine has 1"
-    )
+    facts = with_gpus(H200, visible_devices="0,99", selection_problem="there is no GPU 99: this machine has 1")
     finding = findings(facts)["visible devices"]
     assert finding.status is Status.WARN
     assert "GPU 99" in finding.value
 
 
 def test_a_card_that_is_too_old_fails() -> None:
-    assert statuses(with_gpus(replace(H200, name="Tesla P100", compute_capability=(6, 0)))) == {
-        "gpu 0": Status.FAIL
-    }
+    assert statuses(with_gpus(replace(H200, name="Tesla P100", compute_capability=(6, 0)))) == {"gpu 0": Status.FAIL}
     assert statuses(with_gpus(replace(H200, name="Tesla V100", compute_capability=(7, 0)))) == {}
 
 
@@ -230,9 +226,7 @@ def test_without_a_gpu_the_locked_memory_limit_is_not_judged() -> None:
 def test_pinning_that_gets_the_attempt_killed_is_a_failure_with_what_was_reached() -> None:
     killed = replace(PINNED, attempts=(), copies=(), ended="was killed by SIGKILL")
     assert "was killed by SIGKILL" in findings(replace(GOOD, pins=killed))["pinning"].value
-    partly = replace(
-        PINNED, attempts=(PINNED.attempts[0], PinAttempt(GIB, 0.1, "CUDA_ERROR_OUT_OF_MEMORY (2)"))
-    )
+    partly = replace(PINNED, attempts=(PINNED.attempts[0], PinAttempt(GIB, 0.1, "CUDA_ERROR_OUT_OF_MEMORY (2)")))
     finding = findings(replace(GOOD, pins=partly))["pinning"]
     assert finding.status is Status.WARN
     assert finding.value.startswith("67.11 MB pinned, not 1.074 GB")
@@ -240,9 +234,7 @@ def test_pinning_that_gets_the_attempt_killed_is_a_failure_with_what_was_reached
 
 def test_wsl2_is_named_with_the_limit_that_was_found() -> None:
     host = replace(GOOD.host, kernel="5.15.167.4-microsoft-standard-WSL2", is_wsl2=True)
-    partly = replace(
-        PINNED, attempts=(PinAttempt(GIB, 0.1, ""), PinAttempt(4 * GIB, 0.1, "CUDA_ERROR_OUT_OF_MEMORY"))
-    )
+    partly = replace(PINNED, attempts=(PinAttempt(GIB, 0.1, ""), PinAttempt(4 * GIB, 0.1, "CUDA_ERROR_OUT_OF_MEMORY")))
     finding = findings(replace(GOOD, host=host, pins=partly))["wsl2"]
     assert finding.status is Status.WARN
     assert "1.074 GB could be pinned, 4.295 GB could not" in finding.value
@@ -256,9 +248,7 @@ def test_small_shared_memory_is_noticed() -> None:
 
 
 def test_numa_says_which_node_is_out_of_reach_and_whether_binding_works() -> None:
-    two = replace(
-        GOOD, host=replace(GOOD.host, numa_nodes=(0, 1), allowed_nodes=(1,)), binding=BindAttempt(True, "")
-    )
+    two = replace(GOOD, host=replace(GOOD.host, numa_nodes=(0, 1), allowed_nodes=(1,)), binding=BindAttempt(True, ""))
     assert "GPU 0 (node 0)" in findings(two)["numa"].value
     both = replace(two, host=replace(two.host, allowed_nodes=(0, 1)))
     assert "binding to a node is allowed" in findings(both)["numa"].value
@@ -285,9 +275,7 @@ def test_slow_copies_are_noticed() -> None:
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, Status.WARN),
     ],
 )
-def test_expandable_segments_are_flagged_where_vllm_refuses_them(
-    environ: Mapping[str, str], status: Status
-) -> None:
+def test_expandable_segments_are_flagged_where_vllm_refuses_them(environ: Mapping[str, str], status: Status) -> None:
     facts = replace(GOOD, environ=environ)
     assert findings(facts)["allocator"].status is status
     assert findings(facts, uses_cumem=True)["allocator"].status is Status.OK

@@ -60,9 +60,7 @@ def values(ram: Ram, cards: tuple[Gpu, ...], shape: KVShape | None) -> dict[str,
 
 @pytest.mark.parametrize("number", [0, 1, 2, 8])
 @pytest.mark.parametrize("shape", [SHAPE, None])
-def test_what_is_written_loads_and_fits_the_machine(
-    tmp_path: Path, number: int, shape: KVShape | None
-) -> None:
+def test_what_is_written_loads_and_fits_the_machine(tmp_path: Path, number: int, shape: KVShape | None) -> None:
     resolved = written(tmp_path, RAM, gpus(number), shape)
     assert resolved.num_ranks == max(number, 1)
     assert 0 < resolved.kv_cache.ram_cache_size < RAM.usable_bytes
@@ -82,9 +80,7 @@ def test_every_value_has_its_reason(tmp_path: Path) -> None:
     ("config", "number", "tp"),
     [(LLAMA_70B, 8, 8), (LLAMA_70B, 6, 4), (LLAMA_70B, 16, 8), (SMOL, 2, 1), (SMOL, 4, 3), (SMOL, 1, 1)],
 )
-def test_the_ranks_are_as_many_gpus_as_divide_the_heads(
-    config: dict[str, object], number: int, tp: int
-) -> None:
+def test_the_ranks_are_as_many_gpus_as_divide_the_heads(config: dict[str, object], number: int, tp: int) -> None:
     assert values(RAM, gpus(number), read_kv_shape(config))["tensor_parallel_size"] == str(tp)
 
 

@@ -99,9 +99,7 @@ def test_every_form_of_config_means_the_same(kvortex: Any, tmp_path: Path, line:
     folder = tmp_path / "a folder"
     folder.mkdir()
     file = folder / "my config.yaml"
-    file.write_text(
-        "served_model_name: [a, b]\nhf_overrides: {rope: {factor: 2}}\ntensor_parallel_size: '2'\n"
-    )
+    file.write_text("served_model_name: [a, b]\nhf_overrides: {rope: {factor: 2}}\ntensor_parallel_size: '2'\n")
     data = dry_run(kvortex, *shlex.split(line.format(f=shlex.quote(str(file))))[1:])
     argv = data["vllm"]["argv"]
     assert argv[2] == "M"
@@ -143,9 +141,7 @@ def test_a_file_that_is_there_and_not_named_is_mentioned(kvortex: Any, tmp_path:
 
 
 @pytest.mark.parametrize("way", ["option", "file", "environment"])
-def test_a_secret_is_shown_nowhere(
-    kvortex: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_a_secret_is_shown_nowhere(kvortex: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     arguments = ["serve", "M", "--dry-run"]
     if way == "option":
         arguments += ["--api-key", SECRET, "--hf-token", SECRET]

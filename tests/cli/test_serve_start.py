@@ -56,12 +56,9 @@ def test_a_unix_socket_needs_no_port(kvortex: Any, became: list[Any]) -> None:
 
 @pytest.mark.usefixtures("clean_environment")
 def test_the_server_has_the_process_id_of_the_command(tmp_path: Path) -> None:
-    (tmp_path / "fake_server.py").write_text(
-        "import os, sys\nprint(os.getpid(), *sys.argv[1:4])\nsys.exit(7)\n"
-    )
+    (tmp_path / "fake_server.py").write_text("import os, sys\nprint(os.getpid(), *sys.argv[1:4])\nsys.exit(7)\n")
     start = (
-        "from kvortex_cli import serve; serve._SERVER_MODULE = 'fake_server'; "
-        "from kvortex_cli.main import main; main()"
+        "from kvortex_cli import serve; serve._SERVER_MODULE = 'fake_server'; from kvortex_cli.main import main; main()"
     )
     arguments = ["serve", "M", "--uds", "s", "--set", "kv_cache.ram_cache_size=1MB"]
     with subprocess.Popen(

@@ -80,9 +80,7 @@ WRONG_FILES = {
 
 
 @pytest.mark.parametrize("name", WRONG_FILES)
-def test_a_wrong_file_gets_one_message_with_its_line_and_exit_2(
-    kvortex: Any, tmp_path: Path, name: str
-) -> None:
+def test_a_wrong_file_gets_one_message_with_its_line_and_exit_2(kvortex: Any, tmp_path: Path, name: str) -> None:
     content, line, said = WRONG_FILES[name]
     (tmp_path / "f.yaml").write_text(content)
     for mode in (["--dry-run"], []):

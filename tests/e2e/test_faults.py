@@ -1,10 +1,13 @@
-"""A copy that is held, fails, comes late, twice or never; a client that leaves: each ends in a right answer and no leak."""
+"""A copy that is held, fails, comes late, twice or never; a client that leaves: a right answer each time, no leak."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from kvortex.messages import Direction, JobId
+from kvortex.errors import UsageError
+from kvortex.messages import Direction, JobId, StepReport
 from tests.e2e.engine import BLOCK_BYTES, BLOCK_SIZE, WRITE_THROUGH, Engine, engine, greedy, prompt
 from tests.fakes.copy_engines import HeldEngine
 
@@ -138,8 +141,6 @@ def test_an_answer_that_comes_twice_changes_nothing(held):
     assert finish(held)["a"] == right
     before = held.stats()
     results = list(held.copier._last_answer.values())
-    from kvortex.messages import StepReport
-
     report.answers(StepReport({0: results}))
     assert held.stats()["load"] == before["load"]
     assert held.stats()["store"] == before["store"]
@@ -177,8 +178,6 @@ def test_a_pending_store_is_neither_found_nor_stored_twice(held):
 
 def test_a_store_that_never_ends_is_given_up_and_its_slot_kept_out_of_use(held):
     """Field trial B35."""
-    import time
-
     held.copier.stores_pass = False
     right, _ = held.ask(TOKENS)
     time.sleep(0.5)  # twice the transfer timeout of 0.2 s, and some
@@ -237,8 +236,6 @@ def test_a_ram_of_two_blocks_answers_long_prompts(tiny_llama):
 
 def test_a_ram_of_less_than_one_block_is_refused_before_any_request(tiny_llama):
     """Field trial B46."""
-    from kvortex.errors import UsageError
-
-    with pytest.raises(UsageError, match=r"less than one block"):
-        with engine(tiny_llama, {"ram_cache_size": BLOCK_BYTES - 1}):
-            pass
+    refused = pytest.raises(UsageError, match=r"less than one block")
+    with refused, engine(tiny_llama, {"ram_cache_size": BLOCK_BYTES - 1}):
+        pass

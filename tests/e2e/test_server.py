@@ -159,7 +159,7 @@ def test_two_servers_side_by_side_and_one_is_killed_and_started_again(server, ti
         before = server.stats()["tokens"]
         family = other.family()
         other.kill()
-        gone, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive
     assert server.stats()["tokens"] == before
     assert not [p for p in Path("/dev/shm").iterdir() if "kvortex" in p.name]
@@ -169,7 +169,7 @@ def test_two_servers_side_by_side_and_one_is_killed_and_started_again(server, ti
         family = again.family()
         code = again.terminate()
         assert code in (0, -15, 143), again.tail()
-        gone, alive = psutil.wait_procs(family, timeout=10)
+        _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive, "SIGTERM leaves nothing behind"
         assert "Traceback" not in again.log.read_text(errors="replace")
     assert server.complete(PROMPTS[1]) == first
@@ -182,7 +182,7 @@ def test_a_killed_launcher_leaves_no_engine_behind(tiny_llama, tmp_path):
         family = lone.family()
         lone.process.kill()
         lone.process.wait(10)
-        gone, alive = psutil.wait_procs(family, timeout=15)
+        _, alive = psutil.wait_procs(family, timeout=15)
         assert not alive, alive
 
 

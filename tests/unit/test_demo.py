@@ -231,9 +231,7 @@ def test_a_server_that_is_never_ready_is_given_up_and_stopped(
     assert gone(int(never_ready.log.read_text()))
 
 
-def test_an_error_inside_the_block_shows_the_end_of_the_servers_log(
-    server: Any, pretend_kvortex: Any
-) -> None:
+def test_an_error_inside_the_block_shows_the_end_of_the_servers_log(server: Any, pretend_kvortex: Any) -> None:
     pretend_kvortex("""
         Health.do_POST = lambda self: (print("out of memory", flush=True), os._exit(3))
         serve_health()

@@ -212,9 +212,7 @@ def test_what_the_driver_does_not_answer_is_none_and_no_error() -> None:
     assert (gpu.memory_bytes, gpu.pcie_gen, gpu.numa_node) == (None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("code", "why"), [(12, "libnvidia-ml"), (9, "not loaded"), (18, "different versions")]
-)
+@pytest.mark.parametrize(("code", "why"), [(12, "libnvidia-ml"), (9, "not loaded"), (18, "different versions")])
 def test_no_driver_is_an_answer_with_its_reason(code: int, why: str) -> None:
     report = read(FakeNvml(FakeDevice(A), init_error=code))
     assert report.driver is None

@@ -87,16 +87,12 @@ def child(script: str) -> tuple[str, ...]:
     return (sys.executable, "-c", script)
 
 
-INIT = (
-    'print(\'{"event": "init", "error": "", "code": 0, "library": "/usr/lib/libcuda.so.1"}\', flush=True)\n'
-)
+INIT = 'print(\'{"event": "init", "error": "", "code": 0, "library": "/usr/lib/libcuda.so.1"}\', flush=True)\n'
 PINNED = 'print(\'{"event": "pin", "bytes": 67108864, "error": "", "seconds": 0.01}\', flush=True)\n'
 
 
 def test_what_was_pinned_before_the_child_was_killed_is_known() -> None:
-    report = try_pinning(
-        [64 * MIB, GIB], 1, command=child(INIT + PINNED + "import os; os.kill(os.getpid(), 9)")
-    )
+    report = try_pinning([64 * MIB, GIB], 1, command=child(INIT + PINNED + "import os; os.kill(os.getpid(), 9)"))
     assert report.pinned_bytes == 64 * MIB
     assert report.ended == "was killed by SIGKILL"
 

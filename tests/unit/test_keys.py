@@ -105,9 +105,7 @@ def test_digests_are_equal_in_every_process(seed: str | None) -> None:
 
 
 def _arguments() -> str:
-    values = {
-        f.name: getattr(LLAMA, f.name) for f in dataclasses.fields(LLAMA) if f.name != "tensor_parallel"
-    }
+    values = {f.name: getattr(LLAMA, f.name) for f in dataclasses.fields(LLAMA) if f.name != "tensor_parallel"}
     return "{" + ", ".join(f"{name!r}: {value!r}" for name, value in values.items()) + "}"
 
 

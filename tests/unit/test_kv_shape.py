@@ -237,10 +237,7 @@ def test_the_first_mistral_slides_everywhere_and_must_say_so() -> None:
 
 def test_qwen_slides_only_when_it_says_it_uses_its_window() -> None:
     assert read_kv_shape(QWEN_2_5_7B).sliding_layers == 0
-    assert (
-        read_kv_shape({**QWEN_2_5_7B, "use_sliding_window": True, "max_window_layers": 20}).sliding_layers
-        == 8
-    )
+    assert read_kv_shape({**QWEN_2_5_7B, "use_sliding_window": True, "max_window_layers": 20}).sliding_layers == 8
 
 
 def test_a_window_in_a_family_without_one_is_refused() -> None:

@@ -45,9 +45,7 @@ def test_the_kv_dtype_of_a_quantised_checkpoint_s_second_file_is_read(tmp_path: 
 @pytest.mark.parametrize(
     ("text", "why"), [(None, "has no config.json"), ("{", "cannot be read"), ("[]", "is no JSON object")]
 )
-def test_a_directory_without_a_readable_configuration_is_named(
-    tmp_path: Path, text: str | None, why: str
-) -> None:
+def test_a_directory_without_a_readable_configuration_is_named(tmp_path: Path, text: str | None, why: str) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelUnavailableError, match=why):

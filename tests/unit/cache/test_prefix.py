@@ -54,9 +54,7 @@ def test_a_hole_ends_the_prefix():
     assert hit.ram_tokens == 32
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "expected"), [(64, 48), (65, 64), (63, 48), (16, 0), (17, 16), (1, 0)]
-)
+@pytest.mark.parametrize(("num_tokens", "expected"), [(64, 48), (65, 64), (63, 48), (16, 0), (17, 16), (1, 0)])
 def test_the_last_token_is_always_computed(num_tokens, expected):
     """Field trial B32: a prompt found whole leaves nothing to sample from."""
     index = index_with(*held_keys(FULL, 0, 1, 2, 3))

@@ -77,9 +77,7 @@ def test_an_option_reaches_vllm_unchanged(given: list[str], passed: list[str]) -
     assert options(*given) == passed
 
 
-@pytest.mark.parametrize(
-    "value", ["headless=false", "dtype=null", "hf_token=false", "served_model_name=null"]
-)
+@pytest.mark.parametrize("value", ["headless=false", "dtype=null", "hf_token=false", "served_model_name=null"])
 def test_vllms_own_default_is_nothing_on_its_command_line(value: str) -> None:
     assert options(sets=(value,)) == []
 
@@ -118,10 +116,7 @@ class TestPlugins:
             "entry_points",
             lambda group: [metadata.EntryPoint(name, "m:f", group) for name in installed.get(group, [])],
         )
-        assert (
-            command().env["VLLM_PLUGINS"]
-            == "kvortex,lora_filesystem_resolver,my_npu,my_logger,kvortex_routes"
-        )
+        assert command().env["VLLM_PLUGINS"] == "kvortex,lora_filesystem_resolver,my_npu,my_logger,kvortex_routes"
 
 
 class TestSecrets:

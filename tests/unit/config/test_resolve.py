@@ -23,9 +23,7 @@ Resolve = Callable[..., ResolvedConfig]
 def resolved(tmp_path: Path) -> Resolve:
     """Resolves a command line, an environment and the text of a file."""
 
-    def run(
-        line: str = "M", environment: Mapping[str, str] | None = None, yaml: str | None = None
-    ) -> ResolvedConfig:
+    def run(line: str = "M", environment: Mapping[str, str] | None = None, yaml: str | None = None) -> ResolvedConfig:
         config = None
         if yaml is not None:
             path = tmp_path / "kvortex.yaml"

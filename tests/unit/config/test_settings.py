@@ -93,9 +93,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(key, value) for key, values in WRONG.items() for value in values]
-)
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in WRONG.items() for value in values])
 def test_a_bad_value_is_refused_by_key_at_its_place(key: str, value: object) -> None:
     refused = refusal(**{key: value})
     assert str(refused.place) == key
@@ -135,9 +133,7 @@ def test_a_range_is_named_in_the_message() -> None:
     ("available", "size"),
     [(64 * 10**9, 32 * 10**9), (65_999_999_999, 32 * 10**9), (4 * 10**12, 256 * 10**9), (10**9, 5 * 10**8)],
 )
-def test_the_suggested_ram_cache_is_half_of_what_is_usable_and_at_most_256_gb(
-    available: int, size: int
-) -> None:
+def test_the_suggested_ram_cache_is_half_of_what_is_usable_and_at_most_256_gb(available: int, size: int) -> None:
     assert default_ram_cache_size(available) == size
 
 

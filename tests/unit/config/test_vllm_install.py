@@ -35,9 +35,7 @@ def test_a_version_in_range_is_supported(version: str) -> None:
     check_supported(version)
 
 
-@pytest.mark.parametrize(
-    "version", ["0.25.1", "0.34.0", "1.26.0", "0.3.3", "0.1.dev5+gabc", "", "dev", "0.330"]
-)
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "1.26.0", "0.3.3", "0.1.dev5+gabc", "", "dev", "0.330"])
 def test_a_version_out_of_range_is_refused_with_the_line_that_installs_one(version: str) -> None:
     with pytest.raises(UnfitError, match=r"KVortex runs with 0\.26 to 0\.33") as refused:
         check_supported(version)

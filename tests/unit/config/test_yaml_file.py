@@ -43,9 +43,7 @@ def test_a_list_keeps_its_texts_and_a_date_stays_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"\xef\xbb\xbfmodel: m\r\nport: 1\r\n", b"model: m\nport: 1", b"---\nmodel: m\nport: 1"]
 )
-def test_a_byte_order_mark_windows_line_ends_and_a_missing_last_one_are_fine(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_a_byte_order_mark_windows_line_ends_and_a_missing_last_one_are_fine(tmp_path: Path, content: bytes) -> None:
     entries = load_yaml_file(write(tmp_path, content))
     assert (entries["model"].value, entries["port"].value) == ("m", 1)
 

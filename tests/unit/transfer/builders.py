@@ -25,9 +25,7 @@ def strided(num_blocks: int, fragment_bytes: Sequence[int], gap: int = 7) -> KVL
     return KVLayout(tuple(region[:, gap:-gap] for region in wide))
 
 
-def order(
-    job_id: int, direction: Direction, pairs: Sequence[tuple[int, int]], deadline_s: float = 60.0
-) -> CopyOrder:
+def order(job_id: int, direction: Direction, pairs: Sequence[tuple[int, int]], deadline_s: float = 60.0) -> CopyOrder:
     """`pairs` of (GPU block, slot)."""
     blocks = np.array([block for block, _ in pairs], dtype=np.int64)
     slots = np.array([slot for _, slot in pairs], dtype=np.int64)

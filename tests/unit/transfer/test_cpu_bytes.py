@@ -157,9 +157,7 @@ writes = st.tuples(st.integers(0, NUM_BLOCKS - 1), st.binary(min_size=13, max_si
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.one_of(copies, writes), max_size=25), st.sampled_from([1, 3]), st.sampled_from([1, 26, 4096])
-)
+@given(st.lists(st.one_of(copies, writes), max_size=25), st.sampled_from([1, 3]), st.sampled_from([1, 26, 4096]))
 def test_any_sequence_of_stores_loads_and_writes_equals_a_dict(
     steps: list[tuple[Direction, list[int], list[int], int] | tuple[int, bytes]],
     num_threads: int,

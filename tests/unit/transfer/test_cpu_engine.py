@@ -58,9 +58,7 @@ def test_loads_overtake_queued_stores_but_not_each_other() -> None:
     bench = Bench()
     bench.engine.submit([order(1, STORE, [(0, 0), (1, 1), (2, 2)])])
     bench.gate.wait_begun(1)
-    bench.engine.submit(
-        [order(2, LOAD, [(5, 5), (6, 6)]), order(3, STORE, [(3, 3)]), order(4, LOAD, [(7, 7)])]
-    )
+    bench.engine.submit([order(2, LOAD, [(5, 5), (6, 6)]), order(3, STORE, [(3, 3)]), order(4, LOAD, [(7, 7)])])
     bench.gate.open()
     answers = wait_answers(bench.engine, 4)
     assert [blocks[0] for _, blocks, _ in bench.gate.begun] == [0, 5, 6, 7, 1, 2, 3]
@@ -128,9 +126,7 @@ def test_an_exception_in_a_copy_fails_its_order_alone_with_its_text(num_threads:
     mover = FailingMover(HostMover(layout, slab), [5], RuntimeError("the bus is on fire"))
     engine = CpuCopyEngine(layout, slab, num_threads, piece_bytes=FRAGMENT, mover=mover)
     for round_ in range(5):
-        engine.submit(
-            [order(10 * round_ + i, STORE, [(4 * i + j, 4 * i + j) for j in range(4)]) for i in range(8)]
-        )
+        engine.submit([order(10 * round_ + i, STORE, [(4 * i + j, 4 * i + j) for j in range(4)]) for i in range(8)])
         answers = {int(answer.job_id) - 10 * round_: answer for answer in wait_answers(engine, 8)}
         failed = answers.pop(1)
         assert (failed.outcome, failed.detail) == (Outcome.FAILED, "RuntimeError: the bus is on fire")
