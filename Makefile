@@ -13,7 +13,7 @@ MODEL_FILES := $(if $(filter $(DEMO_MODEL),$(MODEL)),$(DEMO_MODEL)/config.json)
 CONFIG ?= $(if $(filter cpu,$(ACCELERATOR)),$(if $(MODEL_FILES),examples/demo.yaml))
 PORT ?=
 ARGS ?=
-URL = http://127.0.0.1:$(or $(PORT),$(if $(CONFIG),$(shell sed -n 's/^port: *\([0-9]*\).*/\1/p' $(CONFIG))),8000)
+URL = http://127.0.0.1:$(or $(PORT),$(if $(CONFIG),$(shell sed -n 's/^port: *\([0-9]*\).*/\1/p' $(CONFIG) 2>/dev/null)),8000)
 
 # vLLM's CPU build as it does best on a small machine: threads left where they are and one core for the server, and no compiler.
 CPU_THREADS := $(shell n=$$(nproc); echo $$((n > 2 ? n - 1 : 1)))
@@ -50,6 +50,7 @@ $(DEMO_MODEL)/config.json: | $(VENV)/installed
 
 # --- targets ---------------------------------------------------------------------------------------------------
 
+# `exec`: a SIGTERM to make must reach the server, not a shell in between.
 .PHONY: serve
 serve: $(VENV)/installed $(MODEL_FILES)
 	@echo 'When the server says "Application startup complete", in another terminal:'
@@ -58,11 +59,11 @@ serve: $(VENV)/installed $(MODEL_FILES)
 	@echo "    -d '{\"messages\": [{\"role\": \"user\", \"content\": \"What is a cache?\"}], \"max_tokens\": 60}'"
 	@echo '  $(VENV)/bin/kvortex inspect --url $(URL)'
 	@echo
-	@$(SERVE_ENV) $(VENV)/bin/kvortex serve $(MODEL) $(if $(CONFIG),--config $(CONFIG)) $(if $(PORT),--port $(PORT)) $(ARGS)
+	@exec env $(SERVE_ENV) $(VENV)/bin/kvortex serve $(MODEL) $(if $(CONFIG),--config $(CONFIG)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 .PHONY: demo
 demo: $(VENV)/installed $(MODEL_FILES)
-	@$(SERVE_ENV) $(VENV)/bin/python examples/demo.py $(MODEL)
+	@exec env $(SERVE_ENV) $(VENV)/bin/python examples/demo.py $(MODEL)
 
 .PHONY: lint
 lint: $(VENV)/installed

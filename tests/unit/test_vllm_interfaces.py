@@ -78,7 +78,9 @@ def names_in(node: ast.ClassDef) -> set[str]:
 
 
 @every_source
-@pytest.mark.parametrize(("path", "name", "members"), CLASSES_AND_MEMBERS, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("path", "name", "members"), CLASSES_AND_MEMBERS, ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_every_class_and_member_that_is_used_exists(source, path, name, members):
     node = classes_of(source / path)[name]
     assert set(members) <= names_in(node)
