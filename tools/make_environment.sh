@@ -88,4 +88,4 @@ if ! install "$@" --dry-run >/dev/null 2>&1; then
 fi
 # Bytecode now halves the start of every server later.
 install "$@" --compile-bytecode ||
-    fail "uv could not install the above" "for torch's CPU build, PIP_FIND_LINKS may name a folder with its wheel"
+    fail "uv could not install the above" "for torch's CPU build, PIP_FIND_LINKS may name a folder with its wheel for this Python"

@@ -50,6 +50,14 @@ class KVLayout:
         return sum(self.fragment_bytes)
 
 
+class Fence(Protocol):
+    """A point of the device's compute stream, from `CopyEngine.fence`: all that was submitted to it before."""
+
+    def is_reached(self) -> bool:
+        """Whether the device has run all of it; never blocks."""
+        ...
+
+
 class CopyEngine(Protocol):
     """Moves blocks between a KVLayout and a HostSlab. Called from the worker's main thread only.
 
@@ -59,8 +67,18 @@ class CopyEngine(Protocol):
     deadline; an error in a copy is a FAILED answer, never an exception to the caller.
     """
 
-    def submit(self, orders: Sequence[CopyOrder]) -> None:
-        """Takes orders, in this order, behind what was submitted to the device's compute stream until now."""
+    def fence(self) -> Fence:
+        """Marks the caller's compute stream as it is now; never blocks."""
+        ...
+
+    def submit(self, orders: Sequence[CopyOrder], *, after: Fence | None = None) -> None:
+        """Takes orders, in this order; never waits for a copy.
+
+        Args:
+            after: the point of the compute stream behind which their first byte is read or written. An earlier
+                one than now is right only where nothing submitted since touches their GPU blocks. None: all
+                that was submitted until now.
+        """
         ...
 
     def poll(self) -> list[JobResult]:

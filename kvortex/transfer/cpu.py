@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvortex.messages import CopyOrder, Direction, IntArray, JobResult
-from kvortex.transfer.base import KVLayout
+from kvortex.transfer.base import Fence, KVLayout
 from kvortex.transfer.queue import OrderQueue
 from kvortex.transfer.slab import HostSlab
 
@@ -77,6 +77,13 @@ def _copy_rows(to: Rows, to_ids: IntArray, source: Rows, source_ids: IntArray) -
         to[to_ids[rows]] = source[source_ids[rows]]
 
 
+class ReachedFence:
+    """The fence of a device whose kernels have run when their call returns."""
+
+    def is_reached(self) -> bool:
+        return True
+
+
 class CpuCopyEngine:
     """A `CopyEngine` for KV that lies in host RAM.
 
@@ -117,8 +124,13 @@ class CpuCopyEngine:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, orders: Sequence[CopyOrder]) -> None:
+    def fence(self) -> Fence:
+        """A fence that is reached already."""
+        return ReachedFence()
+
+    def submit(self, orders: Sequence[CopyOrder], *, after: Fence | None = None) -> None:
         """Takes orders, in this order; copying may begin before it returns."""
+        assert after is None or after.is_reached(), "a fence of another engine"
         self._queue.add(orders)
 
     def poll(self) -> list[JobResult]:

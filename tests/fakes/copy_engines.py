@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from kvortex.messages import CopyOrder, Direction, IntArray, JobId, JobResult, Outcome
-from kvortex.transfer.base import KVLayout
-from kvortex.transfer.cpu import BlockMover, CpuCopyEngine, HostMover
+from kvortex.transfer.base import Fence, KVLayout
+from kvortex.transfer.cpu import BlockMover, CpuCopyEngine, HostMover, ReachedFence
 from kvortex.transfer.slab import HostSlab
 
 
@@ -35,7 +35,10 @@ class HeldEngine:
         """Jobs that are neither answered nor dropped, in the order they came."""
         return list(self._held)
 
-    def submit(self, orders: Sequence[CopyOrder]) -> None:
+    def fence(self) -> Fence:
+        return ReachedFence()
+
+    def submit(self, orders: Sequence[CopyOrder], *, after: Fence | None = None) -> None:
         assert not self.closed, "submit after close"
         for order in orders:
             known = order.job_id in self._held or order.job_id in self._last_answer
