@@ -7,7 +7,7 @@
 # EXTRA        the project's own extras to add: demo, dev.
 #
 # Needs Python 3.11 to 3.13 with the venv module, and a package index. Writes into $VENV (.venv) and the caches of
-# pip and uv, nothing else. Taken from the environment: VENV, PYTHON, pip's PIP_FIND_LINKS and PIP_INDEX_URL, and all of uv's own.
+# pip and uv, nothing else. The environment may set PYTHON, PIP_FIND_LINKS, PIP_INDEX_URL and all that uv reads.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -46,7 +46,8 @@ made_for="$accelerator $(pwd -P)"
 if [ -e "$venv" ] && [ ! -e "$venv/made_for" ]; then
     fail "$venv is there, and was not made by this script" "move it away, or use another: make VENV=.venv-kvortex ..."
 fi
-if [ "$(cat "$venv/made_for" 2>/dev/null)" != "$made_for" ] || ! supported "$venv/bin/python"; then
+# uv comes last: with it, a venv is whole.
+if [ "$(cat "$venv/made_for" 2>/dev/null)" != "$made_for" ] || ! supported "$venv/bin/python" || [ ! -x "$venv/bin/uv" ]; then
     python=$(find_python)
     if [ "$accelerator" = cpu ] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
         fail "vLLM's CPU build needs the system library libnuma.so.1" \
@@ -58,8 +59,6 @@ if [ "$(cat "$venv/made_for" 2>/dev/null)" != "$made_for" ] || ! supported "$ven
     printf '%s\n' "$made_for" >"$venv/made_for"
     "$python" -m venv "$venv" ||
         fail "'$python -m venv' failed" "Debian and Ubuntu keep it in a package of its own: apt-get install python3-venv"
-fi
-if [ ! -x "$venv/bin/uv" ]; then
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
 fi
 
