@@ -2,7 +2,7 @@
 
     python benchmarks/scheduler_step.py --blocks 1000000 --json step.json
 
-Needs vLLM for its block pool; the GPU is not asked. An idle step has nothing to store; a storing step gives out a batch.
+Needs vLLM for its block pool, and no GPU. An idle step has nothing to store; a storing step gives out a batch.
 """
 
 from __future__ import annotations

@@ -86,5 +86,5 @@ class CopyEngine(Protocol):
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Gives up what is waiting, waits for what is being copied, ends the threads. True if all of it ended in time."""
+        """Gives up what waits, waits for what is being copied, ends the threads. True if all of it ended in time."""
         ...

@@ -7,6 +7,7 @@ Both are told apart by what they have, not by their number, except for the range
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -140,6 +141,10 @@ def _regions_by_stride(kv_caches: Mapping[str, Any], config: KVCacheConfig) -> l
     return list(regions.values())
 
 
+def _dimensions(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    return list(zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _regions_by_storage(kv_caches: Mapping[str, Any], num_blocks: int) -> list[torch.Tensor]:
     regions: dict[int, torch.Tensor] = {}
     for value in kv_caches.values():
@@ -147,11 +152,11 @@ def _regions_by_storage(kv_caches: Mapping[str, Any], num_blocks: int) -> list[t
         raw = _raw(tensor)
         if raw.data_ptr() in regions:
             continue
+        # Kernels may cut a block into several of theirs. What has a larger stride lies outside the blocks: layers, or
+        # K and V, one after the other.
+        block_stride = max(stride for size, stride in _dimensions(tensor) if size % num_blocks == 0)
+        count = math.prod(size for size, stride in _dimensions(tensor) if stride > block_stride)
         page = raw.numel() // num_blocks
-        # A dimension whose stride passes a whole block lies outside the blocks: K and V one after the other.
-        strides = [tensor.stride(d) * tensor.element_size() for d in range(tensor.dim())]
-        outer = [d for d, stride in enumerate(strides) if stride > page]
-        count = tensor.shape[outer[0]] if outer else 1
         for region in raw[: page * num_blocks].view(count, num_blocks, -1):
             regions.setdefault(region.data_ptr(), region)
     return list(regions.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ from kvortex.vllm_plugin import compat
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,13 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     settings = KVCacheSettings.from_extra_config(
         transfer.kv_connector_extra_config, available_ram_bytes=usable_ram_bytes()
     )
+    block_size = int(vllm_config.cache_config.block_size)
+    if "block_size" in transfer.kv_connector_extra_config and settings.block_size != block_size:
+        logger.warning(
+            "vLLM's blocks have %d tokens: kv_connector_extra_config cannot set block_size to %d, --block-size can",
+            block_size,
+            settings.block_size,
+        )
     num_ranks = int(parallel.world_size)
     engines = int(parallel.data_parallel_size)
     rank_block_bytes = compat.block_bytes(kv_cache_config)
@@ -97,7 +108,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
         model=str(vllm_config.model_config.model),
         vllm_version=str(vllm.__version__),
         engine_id=str(transfer.engine_id),
-        block_size=int(vllm_config.cache_config.block_size),
+        block_size=block_size,
         num_ranks=num_ranks,
         rank_block_bytes=rank_block_bytes,
         num_slots=num_slots,
