@@ -3,15 +3,25 @@
 Storing begins when the share of VRAM that is resident (complete and without a copy) passes `threshold`, and goes on,
 at most `batch_blocks` a step, until it is down to `target`. So VRAM always has blocks that it may take at once, and no
 copy stands on the path of an allocation. A threshold of 0 is write-through.
+
+How much room a burst of allocations needs depends on the load, not on a share: sixteen conversations that return in one
+step may take three quarters of VRAM at once. Each block that VRAM takes before it was copied is a block too little
+room, so both marks move down by it, and come back up over `RECOVERY_S` without such a loss.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from kvortex.cache.index import BlockIndex, KeyState, Refused, Reservation
 from kvortex.cache.residency import Candidate, Residency
+
+
+RECOVERY_S: Final = 600.0
+"""Seconds in which marks that were moved all the way down come back up. Long: a copy too many costs little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +57,19 @@ NOTHING = StoreDecision()
 class OffloadPlanner:
     """Decides, once a step, which blocks to store. EngineCore process, scheduler thread."""
 
-    def __init__(self, watermarks: Watermarks, capacity_blocks: int, residency: Residency, index: BlockIndex) -> None:
+    def __init__(
+        self,
+        watermarks: Watermarks,
+        capacity_blocks: int,
+        residency: Residency,
+        index: BlockIndex,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._marks = watermarks
+        self._capacity_blocks = capacity_blocks
+        self._clock = clock
+        self._extra_room = 0.0
+        self._extra_room_at = clock()
         self._start_above = int(watermarks.threshold * capacity_blocks)
         self._stop_at = int(watermarks.target * capacity_blocks)
         self._residency = residency
@@ -63,14 +84,16 @@ class OffloadPlanner:
         Costs the blocks it stores; one comparison when nothing is due.
         """
         due = self._residency.resident_blocks - self.in_flight_blocks
-        if due > self._start_above:
+        room = int(self.extra_room_blocks)
+        stop_at = max(0, self._stop_at - room)
+        if due > max(0, self._start_above - room):
             self._storing = True
-        if due <= self._stop_at:
+        if due <= stop_at:
             self._storing = False
         if not self._storing:
             return NOTHING
-        wanted = min(due - self._stop_at, self._marks.batch_blocks)
-        self._storing = due - wanted > self._stop_at
+        wanted = min(due - stop_at, self._marks.batch_blocks)
+        self._storing = due - wanted > stop_at
         taken = self._residency.take(wanted, in_use=in_use, idle_after_s=self._marks.idle_after_s)
         # Two VRAM blocks may hold the same content; one copy serves both. The policy expects heads before tails, and
         # the queue gives tails first.
@@ -91,6 +114,17 @@ class OffloadPlanner:
         self._residency.copies_lost(answer.evicted)
         self.in_flight_blocks += len(candidates)
         return StoreDecision(candidates, answer, refused)
+
+    @property
+    def extra_room_blocks(self) -> float:
+        """How far both marks are down, in blocks."""
+        regained = self._capacity_blocks * (self._clock() - self._extra_room_at) / RECOVERY_S
+        return max(0.0, self._extra_room - regained)
+
+    def lost(self, num_blocks: int = 1) -> None:
+        """VRAM took resident blocks for something else before they were copied."""
+        self._extra_room = min(self._capacity_blocks, self.extra_room_blocks + num_blocks)
+        self._extra_room_at = self._clock()
 
     def ended(self, num_blocks: int) -> None:
         """The stores of `num_blocks` blocks ended, whatever the outcome."""

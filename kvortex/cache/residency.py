@@ -61,6 +61,10 @@ class Residency:
         """True while VRAM has a complete block of this key."""
         return key in self._blocks_of
 
+    def is_clean(self, key: BlockKey) -> bool:
+        """True while VRAM and RAM both hold the block of this key."""
+        return key in self._clean_keys
+
     def block_cached(self, block_id: int, key: BlockKey, *, in_ram: bool) -> None:
         """VRAM block `block_id` is complete and found under `key`; `in_ram` if a copy is published already."""
         if block_id in self._key_of:

@@ -52,6 +52,7 @@ class Ledger:
     load: TransferCount = field(default_factory=TransferCount)
     ram_evicted: int = 0
     vram_evicted: int = 0
+    vram_lost: int = 0
     dedup_references: int = 0
     dedup_unique: int = 0
     store_failures: int = 0
@@ -79,7 +80,11 @@ class Ledger:
             },
             "store": self.store.as_dict(),
             "load": self.load.as_dict(),
-            "evicted": {"ram_blocks": self.ram_evicted, "vram_blocks": self.vram_evicted},
+            "evicted": {
+                "ram_blocks": self.ram_evicted,
+                "vram_blocks": self.vram_evicted,
+                "vram_uncopied_blocks": self.vram_lost,
+            },
             "dedup": {"references": self.dedup_references, "unique_blocks": self.dedup_unique},
             "failures": {
                 "store": self.store_failures,

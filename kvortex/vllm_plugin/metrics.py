@@ -68,6 +68,11 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     evicted.add_metric(["ram"], stats["evicted"]["ram_blocks"])
     evicted.add_metric(["vram"], stats["evicted"]["vram_blocks"])
     yield evicted
+    yield CounterMetricFamily(
+        "kvortex_uncopied_evicted_blocks",
+        "VRAM blocks taken for something else before they were copied: these are computed again",
+        value=stats["evicted"]["vram_uncopied_blocks"],
+    )
     refused = CounterMetricFamily("kvortex_refused_blocks", "Blocks not moved or dropped", labels=["reason"])
     for reason, blocks in stats["refused"].items():
         refused.add_metric([reason], blocks)

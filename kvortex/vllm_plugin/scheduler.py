@@ -70,13 +70,18 @@ class SchedulerSide:
         with self._lock:
             self._view = PoolView(pool, _PoolEvents(self))
             self._planner = OffloadPlanner(
-                self._facts.watermarks, self._view.capacity_blocks, self._residency, self._index
+                self._facts.watermarks, self._view.capacity_blocks, self._residency, self._index, self._clock
             )
 
     @property
     def view(self) -> PoolView:
         assert self._view is not None, "vLLM has not bound its block pool yet"
         return self._view
+
+    @property
+    def planner(self) -> OffloadPlanner:
+        assert self._planner is not None, "vLLM has not bound its block pool yet"
+        return self._planner
 
     # ---- a request arrives ---------------------------------------------------------------------------------------
 
@@ -181,8 +186,7 @@ class SchedulerSide:
         with self._lock:
             self.view.refresh()
             self._give_up_overdue_stores()
-            assert self._planner is not None
-            decision = self._planner.plan(self.view.in_use)
+            decision = self.planner.plan(self.view.in_use)
             if decision.refused:
                 self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
             if decision.reservation is not None:
@@ -210,9 +214,8 @@ class SchedulerSide:
             self._ledger.ignored_answers = self._jobs.ignored_answers
 
     def _store_ended(self, job: StoreJob) -> None:
-        assert self._planner is not None
         self._ledger.store.in_flight -= len(job.slots)
-        self._planner.ended(len(job.slots))
+        self.planner.ended(len(job.slots))
         if job.failed:
             self._index.abandon(job.slots)
             if not job.overdue:
@@ -345,9 +348,13 @@ class _PoolEvents:
 
     def block_uncached(self, block_id: int, key: BlockKey) -> None:
         side = self._side
+        clean = side._residency.is_clean(key)
         if side._residency.block_uncached(block_id, key):
             side._ledger.vram_evicted += 1
             side._jobs.source_reused(block_id)
+            if not clean:
+                side._ledger.vram_lost += 1
+                side.planner.lost()
 
     def prefix_cache_reset(self) -> None:
         self._side.prefix_cache_reset()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvortex.errors import UnfitError
 from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan, StepReport
 from kvortex.sizes import format_bytes
-from kvortex.transfer.base import CopyEngine, KVLayout
+from kvortex.transfer.base import CopyEngine, Fence, KVLayout
 from kvortex.transfer.cpu import CpuCopyEngine
 from kvortex.transfer.slab import HostSlab
 from kvortex.vllm_plugin import compat
@@ -38,6 +38,7 @@ class WorkerSide:
         self._one_group = len(kv_cache_config.kv_cache_groups) == 1
         self._slab: HostSlab | None = None
         self._engine: CopyEngine | None = None
+        self._before_kernels: Fence | None = None
         self._loads: list[CopyOrder] = []
         self._stores: list[CopyOrder] = []
         self._refused: list[CopyOrder] = []
@@ -83,6 +84,9 @@ class WorkerSide:
     def bind(self, plan: StepPlan) -> None:
         """A step begins. Stores of an earlier step that vLLM ended without a forward pass are submitted now."""
         self.submit_stores()
+        # Taken before this step's kernels are submitted: none of them reads a block that the step loads into, so a
+        # load need not wait for them.
+        self._before_kernels = self.engine.fence() if plan.loads else None
         self._loads = plan.loads
         self._stores = plan.stores
         self._refused = plan.refused
@@ -90,17 +94,17 @@ class WorkerSide:
             self._waiting[order.job_id] = (plan.requests[order.job_id], order)
 
     def submit_loads(self) -> None:
-        """Loads write blocks that no kernel submitted until now reads."""
+        """Loads wait for the kernels of earlier steps, which may still read the blocks that they write."""
         loads, self._loads = self._loads, []
         if loads:
-            self.engine.submit(loads)
+            self.engine.submit(loads, after=self._before_kernels)
         refused, self._refused = self._refused, []
         for order in refused:
             detail = "the blocks that vLLM allocated are not those that RAM holds"
             self._answer(JobResult(order.job_id, Direction.LOAD, Outcome.FAILED, 0.0, 0, detail))
 
     def submit_stores(self) -> None:
-        """Stores read blocks that the kernels submitted until now write."""
+        """Stores wait for this step's kernels too, which may still write the blocks that they read."""
         stores, self._stores = self._stores, []
         if stores:
             self.engine.submit(stores)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvortex.cache.index import BlockIndex
-from kvortex.cache.planner import OffloadPlanner, StoreDecision, Watermarks
+from kvortex.cache.planner import RECOVERY_S, OffloadPlanner, StoreDecision, Watermarks
 from kvortex.cache.policies import make_policy
 from kvortex.cache.residency import Residency
 from kvortex.keys import BlockKey
+from tests.fakes.clock import FakeClock
 
 CAPACITY = 100
 
@@ -24,7 +25,8 @@ class World:
         settings = {"threshold": 0.85, "target": 0.75, "batch_blocks": 4, "idle_after_s": 30.0, **marks}
         self.residency = Residency(lambda: 0.0)
         self.index = BlockIndex(slots, make_policy("lru", slots))
-        self.planner = OffloadPlanner(Watermarks(**settings), CAPACITY, self.residency, self.index)
+        self.clock = FakeClock()
+        self.planner = OffloadPlanner(Watermarks(**settings), CAPACITY, self.residency, self.index, self.clock)
         self.in_use: set[int] = set()
 
     def fill(self, *blocks: int) -> None:
@@ -148,3 +150,23 @@ def test_blocks_in_flight_count_as_stored():
 def test_watermarks_in_the_wrong_order_are_our_bug(target):
     with pytest.raises(AssertionError):
         Watermarks(threshold=0.85, target=target, batch_blocks=1, idle_after_s=1.0)
+
+
+def test_blocks_lost_before_they_were_copied_make_that_much_more_room():
+    """A burst of allocations took 40 blocks that had no copy: the next one shall find 40 more clean ones."""
+    world = World(batch_blocks=100)
+    world.fill(*range(80))
+    assert world.step() == []
+    world.planner.lost(40)
+    assert len(world.step()) == 80 - (75 - 40)
+
+
+def test_the_room_is_given_back_when_no_more_blocks_are_lost():
+    world = World(batch_blocks=100)
+    world.planner.lost(1000)
+    assert world.planner.extra_room_blocks == CAPACITY, "never more than VRAM has"
+    world.clock.advance(RECOVERY_S / 2)
+    assert world.planner.extra_room_blocks == CAPACITY / 2
+    world.clock.advance(RECOVERY_S)
+    world.fill(*range(85))
+    assert world.step() == []
