@@ -19,7 +19,6 @@ from typing import Final
 from kvortex.cache.index import BlockIndex, KeyState, Refused, Reservation
 from kvortex.cache.residency import Candidate, Residency
 
-
 RECOVERY_S: Final = 600.0
 """Seconds in which marks that were moved all the way down come back up. Long: a copy too many costs little."""
 
