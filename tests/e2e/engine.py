@@ -11,6 +11,7 @@ from unittest.mock import patch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, has_kv_transfer_group
 
 from kvortex.transfer.base import CopyEngine, KVLayout
 from kvortex.transfer.slab import HostSlab
@@ -124,11 +125,13 @@ def engine(
         if make_engine is not None
         else patch.object(WorkerSide, "_make_engine", WorkerSide._make_engine)
     )
+    assert not has_kv_transfer_group(), "vLLM keeps one connector a process: another engine is still running"
     with replaced:
         llm = LLM(model, **{**defaults, **options})
         try:
             yield Engine(llm)
         finally:
             llm.llm_engine.engine_core.shutdown()
+            ensure_kv_transfer_shutdown()
             del llm
             cleanup_dist_env_and_memory()

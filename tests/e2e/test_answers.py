@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.engine import BLOCK_BYTES, BLOCK_SIZE, WRITE_THROUGH, engine, greedy, prompt
+from tests.e2e.engine import BLOCK_BYTES, BLOCK_SIZE, WRITE_THROUGH, engine, prompt
 from tests.e2e.tiny_models import save_model
 from tests.fakes.copy_engines import ZeroLoadEngine
 
@@ -72,49 +72,6 @@ def test_a_batch_of_requests_with_a_shared_prefix_loads_it_once(tiny_llama):
         assert [tokens for tokens, _ in together] == [tokens for tokens, _ in right]
         loaded = vllm.stats()["load"]["blocks"] - before
         assert 16 <= loaded < 2 * 16, "the prefix is 16 blocks"
-
-
-@pytest.mark.parametrize("num_tokens", [31, 32, 33, 63, 64, 65, 127, 128, 129, 256, 257, 300])
-def test_prompts_that_end_at_and_beside_block_edges(tiny_llama, edge_engine, num_tokens):
-    """Field trials B26, B32: matched tokens end on a block edge and leave at least one token to compute."""
-    tokens = prompt(num_tokens, num_tokens)
-    first = edge_engine.ask(tokens, greedy(2))
-    assert edge_engine.ask(tokens, greedy(2)) == first
-    edge_engine.evict_vram()
-    before = edge_engine.stats()["tokens"]
-    assert edge_engine.ask(tokens, greedy(2)) == first
-    after = edge_engine.stats()["tokens"]
-    hit = after["ram_hit"] - before["ram_hit"]
-    assert hit == (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert after["computed"] - before["computed"] == num_tokens - hit
-
-
-@pytest.fixture(scope="module")
-def edge_engine(tiny_llama):
-    with engine(tiny_llama, WRITE_THROUGH) as vllm:
-        yield vllm
-
-
-def test_a_request_that_needs_every_position_computed_hits_nothing(edge_engine):
-    tokens = prompt(77, 200)
-    edge_engine.ask(tokens)
-    edge_engine.evict_vram()
-    before = edge_engine.stats()["tokens"]
-    edge_engine.ask(tokens, greedy(2, prompt_logprobs=1))
-    after = edge_engine.stats()["tokens"]
-    assert after["ram_hit"] == before["ram_hit"]
-    assert after["computed"] - before["computed"] == 200
-
-
-def test_the_same_tokens_under_another_salt_are_another_prompt(edge_engine):
-    tokens = prompt(78, 200)
-    edge_engine.ask(tokens)
-    edge_engine.evict_vram()
-    before = edge_engine.stats()["tokens"]["ram_hit"]
-    edge_engine.llm.generate({"prompt_token_ids": tokens, "cache_salt": "tenant"}, greedy(2), use_tqdm=False)
-    assert edge_engine.stats()["tokens"]["ram_hit"] == before
-    edge_engine.ask(tokens, greedy(2))
-    assert edge_engine.stats()["tokens"]["ram_hit"] > before, "the right tenant's blocks are there"
 
 
 @pytest.mark.parametrize("family", ["mistral", "mistral-sliding", "qwen2", "gpt-neox"])
