@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvortex.messages import Direction
+from kvortex.transfer.base import KVLayout
+from kvortex.transfer.cpu import CpuCopyEngine, HostMover
 from tests.e2e.engine import BLOCK_BYTES, BLOCK_SIZE, WRITE_THROUGH, engine, prompt
 from tests.e2e.tiny_models import save_model
 from tests.fakes.copy_engines import ZeroLoadEngine
@@ -35,6 +38,40 @@ def test_an_engine_that_loads_zeros_is_found_out(tiny_llama, expected):
         again = [vllm.ask(tokens) for tokens in CONVERSATIONS]
         assert vllm.stats()["tokens"]["ram_hit"] > 0
         assert again != expected
+
+
+class SwappingMover(HostMover):
+    """Loads each pair of blocks the wrong way round."""
+
+    def copy_piece(self, direction, gpu_blocks, slots) -> None:
+        if direction is Direction.LOAD:
+            slots = slots[::-1].copy()
+        super().copy_piece(direction, gpu_blocks, slots)
+
+
+@pytest.mark.parametrize(("mover", "same"), [(HostMover, True), (SwappingMover, False)])
+def test_every_loaded_block_has_the_bytes_that_were_computed_for_its_key(tiny_llama, mover, same):
+    """Attention does not care in which order the blocks of one prefix lie, so text alone cannot tell; bytes can.
+    With the mover that swaps blocks, the test must see it."""
+    layouts: list[KVLayout] = []
+
+    def make_engine(layout, slab):
+        layouts.append(layout)
+        return CpuCopyEngine(layout, slab, 1, mover=mover(layout, slab))
+
+    def bytes_by_key(vllm):
+        blocks = vllm.side._residency._key_of
+        return {key: b"".join(r[block].numpy().tobytes() for r in layouts[0].regions) for block, key in blocks.items()}
+
+    with engine(tiny_llama, WRITE_THROUGH, make_engine=make_engine) as vllm:
+        vllm.ask(CONVERSATIONS[0])
+        computed = bytes_by_key(vllm)
+        vllm.evict_vram()
+        vllm.ask(CONVERSATIONS[0])
+        assert vllm.stats()["load"]["blocks"] == 18
+        loaded = {key: held for key, held in bytes_by_key(vllm).items() if key in computed}
+        assert len(loaded) == 18
+        assert all(loaded[key] == computed[key] for key in loaded) is same
 
 
 def test_with_the_default_thresholds_a_pool_that_overflows_slowly_keeps_conversations(tiny_llama, expected):

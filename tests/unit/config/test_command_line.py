@@ -36,10 +36,20 @@ def command(
 
 
 def options(*arguments: str, sets: tuple[str, ...] = ()) -> list[str]:
-    """What stands between the model and --block-size."""
+    """What stands between the model and --block-size, without what drains on SIGTERM."""
     argv = list(command(*arguments, sets=sets).argv)
     assert argv[:3] == ["vllm", "serve", "M"]
-    return argv[3 : argv.index("--block-size")]
+    between = argv[3 : argv.index("--block-size")]
+    drain = between.index("--shutdown-timeout")
+    return between[:drain] + between[drain + 2 :]
+
+
+def test_a_sigterm_drains_unless_the_user_says_otherwise() -> None:
+    argv = command().argv
+    assert argv[argv.index("--shutdown-timeout") + 1] == "30"
+    argv = command("--shutdown-timeout", "5").argv
+    assert argv.count("--shutdown-timeout") == 1
+    assert argv[argv.index("--shutdown-timeout") + 1] == "5"
 
 
 def test_the_connector_gets_the_settings_in_base_units_and_recomputes_failed_loads() -> None:
@@ -88,7 +98,7 @@ def test_what_goes_through_untouched_stands_last() -> None:
 
 def test_backend_none_is_plain_vllm_with_the_same_block_size() -> None:
     plain = command(sets=("kv_cache.backend=none",))
-    assert plain.argv == ("vllm", "serve", "M", "--block-size", "128")
+    assert plain.argv == ("vllm", "serve", "M", "--shutdown-timeout", "30", "--block-size", "128")
     assert plain.env == {}
 
 

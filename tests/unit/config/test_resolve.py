@@ -11,6 +11,7 @@ import pytest
 from kvortex.config.arguments import split_arguments
 from kvortex.config.machine import MachineFacts
 from kvortex.config.resolve import CommandLine, ResolvedConfig, resolve
+from kvortex.config.sources import Setting, SourceKind
 from kvortex.errors import ConfigError, UsageError
 
 RAM = 64 * 10**9
@@ -37,6 +38,11 @@ def resolved(tmp_path: Path) -> Resolve:
         )
 
     return run
+
+
+def given(config: ResolvedConfig) -> dict[str, Setting]:
+    """vLLM's options as somebody gave them, without KVortex's own default."""
+    return {name: setting for name, setting in config.vllm.items() if setting.source.kind is not SourceKind.DEFAULT}
 
 
 def test_each_source_is_overridden_by_the_one_above_and_the_source_is_told(resolved: Resolve) -> None:
@@ -90,7 +96,7 @@ def test_the_environment_names_the_file_and_the_command_line_another(tmp_path: P
     path = tmp_path / "a.yaml"
     path.write_text("model: from-a\n")
     environment = {"KVORTEX_CONFIG": str(path)}
-    assert resolve(CommandLine(), environment, MACHINE).vllm == {}
+    assert given(resolve(CommandLine(), environment, MACHINE)) == {}
     missing = str(tmp_path / "b.yaml")
     with pytest.raises(ConfigError, match=r"b\.yaml: there is no such file"):
         resolve(CommandLine(config=missing), environment, MACHINE)
@@ -107,7 +113,7 @@ def test_false_zero_empty_and_null_are_values(resolved: Resolve) -> None:
         "enforce_eager: false\nseed: 0\nreasoning_parser: ''\nquantization: null\ndtype: auto\n"
         "kv_cache: {prefetch_enabled: false, offload_threshold: 0, idle_after: 0}\n",
     )
-    assert {name: setting.value for name, setting in config.vllm.items()} == {
+    assert {name: setting.value for name, setting in given(config).items()} == {
         "enforce_eager": False,
         "seed": 0,
         "reasoning_parser": "",
@@ -129,7 +135,7 @@ def test_values_of_the_file_keep_their_type_or_their_spelling(resolved: Resolve)
         "served_model_name: [a, 1.0]\nhf_overrides: {rope: {factor: 2}}\ntensor_parallel_size: '2'\n"
         "revision: 0123\nmax-model-len: 32k\nswap-in: x\n"
     ).replace("swap-in: x\n", "")
-    values = {name: setting.value for name, setting in resolved("M", {}, yaml).vllm.items()}
+    values = {name: setting.value for name, setting in given(resolved("M", {}, yaml)).items()}
     assert values == {
         "served_model_name": ("a", "1.0"),
         "hf_overrides": {"rope": {"factor": 2}},
@@ -146,7 +152,7 @@ def test_text_of_the_environment_stays_as_it_is(resolved: Resolve) -> None:
         "KVORTEX_ENFORCE_EAGER": "true",
         "KVORTEX_HF_OVERRIDES": '{"a": 1}',
     }
-    values = {name: setting.value for name, setting in resolved("M", environment).vllm.items()}
+    values = {name: setting.value for name, setting in given(resolved("M", environment)).items()}
     assert values == {
         "chat_template": "{% for x in y %}: {{ x }}",
         "served_model_name": ("a", "b"),
@@ -157,7 +163,7 @@ def test_text_of_the_environment_stays_as_it_is(resolved: Resolve) -> None:
 
 def test_block_size_on_the_command_line_is_kv_caches(resolved: Resolve) -> None:
     config = resolved("M --block-size 64")
-    assert (config.kv_cache.block_size, config.vllm) == (64, {})
+    assert (config.kv_cache.block_size, given(config)) == (64, {})
     with pytest.raises(ConfigError, match="positive multiple of 16, not 100"):
         resolved("M --block-size 100")
 
