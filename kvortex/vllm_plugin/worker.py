@@ -57,8 +57,7 @@ class WorkerSide:
                 f"{self._facts.rank_block_bytes}",
                 hint="run this model without KVortex: kv_cache.backend: none",
             )
-        self._slab = HostSlab(self._facts.num_slots, layout.block_bytes)
-        self._engine = self._make_engine(layout, self._slab)
+        self._slab, self._engine = self._open_engine(layout)
         logger.info(
             "rank %d: %d slots of %s in host RAM, %s in all",
             self._rank,
@@ -67,12 +66,18 @@ class WorkerSide:
             format_bytes(self._facts.num_slots * layout.block_bytes),
         )
 
-    def _make_engine(self, layout: KVLayout, slab: HostSlab) -> CopyEngine:
+    def _open_engine(self, layout: KVLayout) -> tuple[HostSlab, CopyEngine]:
         device = layout.regions[0].device
+        num_slots, num_streams = self._facts.num_slots, self._facts.settings.num_streams
         if device.type == "cpu":
-            return CpuCopyEngine(layout, slab, self._facts.settings.num_streams)
+            slab = HostSlab(num_slots, layout.block_bytes)
+            return slab, CpuCopyEngine(layout, slab, num_streams)
+        if device.type == "cuda":
+            from kvortex.transfer.cuda import open_cuda
+
+            return open_cuda(layout, num_slots, num_streams)
         raise UnfitError(
-            f"KVortex has no copy engine for {device.type} yet",
+            f"KVortex has no copy engine for {device.type}",
             hint="run this model without KVortex: kv_cache.backend: none",
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -92,6 +92,11 @@ class Engine:
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
 
+def _opened(side: WorkerSide, layout: KVLayout, make_engine: MakeEngine) -> tuple[HostSlab, CopyEngine]:
+    slab = HostSlab(side._facts.num_slots, layout.block_bytes)
+    return slab, make_engine(layout, slab)
+
+
 @contextmanager
 def engine(
     model: str,
@@ -121,9 +126,9 @@ def engine(
         "disable_log_stats": True,
     }
     replaced = (
-        patch.object(WorkerSide, "_make_engine", lambda _, layout, slab: make_engine(layout, slab))
+        patch.object(WorkerSide, "_open_engine", lambda side, layout: _opened(side, layout, make_engine))
         if make_engine is not None
-        else patch.object(WorkerSide, "_make_engine", WorkerSide._make_engine)
+        else nullcontext()
     )
     assert not has_kv_transfer_group(), "vLLM keeps one connector a process: another engine is still running"
     with replaced:
