@@ -85,7 +85,7 @@ def render(model: str, sizing: Sizing, ram: Ram, report: GpuReport | None, troub
     threshold = KVCacheSettings.model_fields["offload_threshold"].default
     fixed = (
         Suggestion("backend", '"kvortex"', '"none" serves plain vLLM, to compare with'),
-        Suggestion("offload_threshold", f"{threshold}", "store cold blocks when this share of VRAM's KV has no copy in RAM"),
+        Suggestion("offload_threshold", f"{threshold}", "store cold blocks when this share of VRAM has no copy in RAM"),
         Suggestion("prefetch_enabled", "true", "load a conversation's blocks before its next turn needs them"),
     )
     own = sorted((*fixed, *sizing.kv_cache), key=lambda suggestion: _ORDER.index(suggestion.key))
