@@ -1,0 +1,209 @@
+"""The copy engine of a machine with a GPU: two streams, one a direction, that run without the host.
+
+    submit -> a lane a direction -> its stream:  wait for the fence | batch, pause, batch, pause, ... | end
+
+Each direction is one stream. More of them gain nothing in bandwidth, and four keep the copy engine so busy that
+the model's own copies wait to the end; so does one stream without the pauses.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from kvortex.messages import CopyOrder, Direction, JobResult
+from kvortex.transfer.addresses import AddressTable, Row, rows_of
+from kvortex.transfer.base import Fence, KVLayout
+from kvortex.transfer.cuda_driver import CudaDriver
+from kvortex.transfer.cuda_mover import CudaStreamMover
+from kvortex.transfer.cuda_stream import ComputeWatch, CudaFence, borrowed_stream
+from kvortex.transfer.lane import Lane, LaneBounds
+from kvortex.transfer.numa import nearest_node
+from kvortex.transfer.pinned import PinnedSlab
+from kvortex.transfer.queue import OrderQueue
+from kvortex.transfer.tuning import TransferTuning, tune
+
+if TYPE_CHECKING:
+    from kvortex.transfer.gather import GatherKernel
+
+logger = logging.getLogger(__name__)
+
+_PIECE_S: Final = 1.2e-3
+_PIECES_AHEAD: Final = 8
+"""Some 10 ms of the link: twice what another thread may keep the interpreter for."""
+
+_MAX_COPIES: Final = 1024
+"""In a piece. The driver takes up to a microsecond each, and lets nothing be launched when it has too many."""
+
+_MAX_INLINE_COPIES: Final = 256
+_MAX_BLOCKS: Final = 4096
+
+
+def open_cuda(layout: KVLayout, num_slots: int, num_streams: int) -> tuple[PinnedSlab, CudaCopyEngine]:
+    """The host slab and the engine for KV that lies on a GPU. Close the engine first, then the slab.
+
+    Raises:
+        UnfitError: no driver, or not that much host memory.
+    """
+    driver = CudaDriver(layout.regions[0].device.index)
+    tuning = tune(driver, [row.num_bytes for row in rows_of(layout)])
+    slab = PinnedSlab(num_slots, layout.block_bytes, driver, node=nearest_node(driver.gpu_uuid))
+    return slab, CudaCopyEngine(layout, slab, num_streams, driver, tuning)
+
+
+class CudaCopyEngine:
+    """A `CopyEngine` for KV that lies on a GPU.
+
+    Args:
+        layout: the device side.
+        slab: the host side; stays open until `close` has returned True.
+        num_streams: 1 has both directions share a stream, so that one waits for the other; from 2 on each has
+            its own, and no more are used.
+        driver: of the layout's GPU.
+        tuning: of that GPU.
+        clock: seconds, monotonic; what deadlines are measured by.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        slab: PinnedSlab,
+        num_streams: int,
+        driver: CudaDriver,
+        tuning: TransferTuning,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert num_streams > 0, f"{num_streams} streams"
+        assert slab.slot_bytes >= layout.block_bytes, (slab.slot_bytes, layout.block_bytes)
+        self._device = layout.regions[0].device
+        assert self._device.index == driver.index, (self._device, driver.index)
+        self._layout: KVLayout | None = layout
+        self._driver = driver
+        self._watch = ComputeWatch()
+        self._handles = [driver.create_stream() for _ in range(min(num_streams, 2))]
+        streams = [borrowed_stream(handle, self._device) for handle in self._handles]
+        rows = rows_of(layout)
+        loads = self._load_mover(rows, layout, slab, streams[0], tuning)
+        batch_bytes = min(tuning.store_batch_bytes, slab.seam_bytes)
+        table = _table(rows, slab, batch_bytes)
+        stores = CudaStreamMover(driver, streams[-1], Direction.STORE, table, batch_bytes, self._watch)
+        self._lanes = {
+            direction: Lane(
+                direction.value,
+                OrderQueue(layout.num_blocks, slab.num_slots, layout.block_bytes, clock),
+                mover,
+                slab,
+                _bounds(bandwidth, layout.block_bytes, mover.num_copied_rows),
+                layout.block_bytes,
+                clock,
+            )
+            for direction, mover, bandwidth in (
+                (Direction.LOAD, loads, tuning.load_bandwidth),
+                (Direction.STORE, stores, tuning.store_bandwidth),
+            )
+        }
+
+    def _load_mover(
+        self,
+        rows: Sequence[Row],
+        layout: KVLayout,
+        slab: PinnedSlab,
+        stream: torch.cuda.Stream,
+        tuning: TransferTuning,
+    ) -> CudaStreamMover:
+        batch_bytes = min(tuning.load_batch_bytes, slab.seam_bytes)
+        kernels = _kernels(rows, layout, slab, tuning) if self._driver.reads_host_pointers else {}
+        copied = [row for row in rows if row.num_bytes not in kernels]
+        return CudaStreamMover(
+            self._driver,
+            stream,
+            Direction.LOAD,
+            _table(rows, slab, batch_bytes),
+            batch_bytes,
+            self._watch,
+            list(kernels.values()),
+            _table(copied, slab, batch_bytes) if copied else None,
+            _MAX_BLOCKS,
+        )
+
+    def fence(self) -> Fence:
+        """Marks the current stream of the calling thread, which is where the model runs."""
+        return CudaFence(torch.cuda.current_stream(self._device))
+
+    def submit(self, orders: Sequence[CopyOrder], *, after: Fence | None = None) -> None:
+        """Takes orders, in this order, and enqueues what may be enqueued now."""
+        assert self._layout is not None, f"{len(orders)} orders after close"
+        self._look()
+        fence = self.fence() if after is None else after
+        for direction, lane in self._lanes.items():
+            of_lane = [order for order in orders if order.direction is direction]
+            if of_lane:
+                lane.add(of_lane, fence)
+
+    def poll(self) -> list[JobResult]:
+        """The answers since the last call; never waits for a copy."""
+        self._look()
+        return [answer for lane in self._lanes.values() for answer in lane.collect()]
+
+    def close(self, timeout_s: float) -> bool:
+        """Drops every order and answer and waits for what is on the GPU.
+
+        Returns:
+            True when no byte moves any more. False when copies were still under way after `timeout_s`; call
+            again to wait for them.
+        """
+        if self._layout is None:
+            return True
+        end_s = time.monotonic() + timeout_s
+        have_ended = [lane.close(end_s) for lane in self._lanes.values()]
+        if not all(have_ended):
+            return False
+        self._lanes = {}
+        for handle in self._handles:
+            self._driver.destroy_stream(handle)
+        self._layout = None
+        return True
+
+    def _look(self) -> None:
+        if self._layout is not None:
+            self._watch.look(torch.cuda.current_stream(self._device))
+
+
+def _table(rows: Sequence[Row], slab: PinnedSlab, max_copy_bytes: int) -> AddressTable:
+    return AddressTable(rows, slab.address, slab.slot_bytes, max_copy_bytes=max_copy_bytes, seam_bytes=slab.seam_bytes)
+
+
+def _bounds(bandwidth: float, block_bytes: int, num_copied_rows: int) -> LaneBounds:
+    blocks = min(round(bandwidth * _PIECE_S) // block_bytes, _MAX_COPIES // max(1, num_copied_rows), _MAX_BLOCKS)
+    blocks = max(1, blocks)
+    return LaneBounds(
+        piece_bytes=blocks * block_bytes,
+        ahead_bytes=_PIECES_AHEAD * blocks * block_bytes,
+        inline=blocks * num_copied_rows <= _MAX_INLINE_COPIES,
+    )
+
+
+def _kernels(
+    rows: Sequence[Row], layout: KVLayout, slab: PinnedSlab, tuning: TransferTuning
+) -> dict[int, GatherKernel]:
+    """A kernel for each fragment size that it loads faster than the copy engine."""
+    chosen = {row.num_bytes: ctas for row in rows if (ctas := tuning.kernel_ctas.get(row.num_bytes, 0)) > 0}
+    if not chosen:
+        return {}
+    try:
+        from kvortex.transfer.gather import UNIT_BYTES, GatherKernel, is_aligned
+    except ImportError as error:
+        logger.warning("fragments of %s bytes are loaded by the slower copy engine: %s", list(chosen), error)
+        return {}
+    base = layout.regions[0]
+    kernels: dict[int, GatherKernel] = {}
+    for num_bytes, num_ctas in chosen.items():
+        of_size = [row for row in rows if row.num_bytes == num_bytes]
+        if is_aligned(of_size, slab.address, slab.slot_bytes) and base.data_ptr() % UNIT_BYTES == 0:
+            kernels[num_bytes] = GatherKernel(of_size, base, slab.tensor, num_ctas)
+    return kernels

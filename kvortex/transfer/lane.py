@@ -1,0 +1,290 @@
+"""One direction's way through a GPU: orders wait in a queue, and a bounded part of them is enqueued on a stream.
+
+    add -> OrderQueue -> a piece is enqueued (at most AHEAD bytes) -> its end is reached -> OrderQueue -> collect
+                            +-- held: its slots are not pinned yet
+                            +-- copied by the lane's own thread: they never will be
+
+What is enqueued runs without the host. The lane's thread only tops it up while more is waiting, so the link
+does not wait for whoever holds the interpreter. What has not been enqueued can still be dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvortex.messages import CopyOrder, IntArray, JobId, JobResult
+from kvortex.transfer.base import Fence
+from kvortex.transfer.queue import OrderQueue, Piece
+
+MAX_PIECES: Final = 64
+"""Bound on the pieces enqueued at once, however small they are."""
+
+_POLL_S: Final = 0.001
+
+
+class End(Protocol):
+    """A point of a stream. Both methods raise RuntimeError when the device has failed."""
+
+    def is_reached(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class StreamMover(Protocol):
+    """Enqueues copies on one stream, in order. Raises RuntimeError for what the device refuses."""
+
+    def enter_thread(self) -> None:
+        """Prepares the calling thread, which is the lane's own."""
+        ...
+
+    def wait_for(self, fence: Fence) -> None:
+        """What is enqueued from now on runs behind the fence."""
+        ...
+
+    def enqueue(self, piece: Piece, *, pinned: bool) -> None:
+        """Enqueues a piece's copies; where its slots are not `pinned`, returns when they have been moved.
+
+        Part of them may have been enqueued when it raises.
+        """
+        ...
+
+    def mark(self) -> End:
+        """The end of all that has been enqueued."""
+        ...
+
+
+class Pinning(Protocol):
+    """How far a slab has been pinned: `PinnedSlab`."""
+
+    @property
+    def is_pinning(self) -> bool: ...
+
+    def is_pinned(self, slots: IntArray) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LaneBounds:
+    """
+    Attributes:
+        piece_bytes: enqueued in one go.
+        ahead_bytes: enqueued and not ended; what the link works through while nobody looks.
+        inline: whether whoever adds or collects enqueues too. The lane's thread alone does it where a piece
+            is so many copies that enqueueing it takes the model's thread too long.
+    """
+
+    piece_bytes: int
+    ahead_bytes: int
+    inline: bool
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A job not answered yet: what its first byte must wait for, and until when it counts."""
+
+    fence: Fence | None
+    late_at_s: float
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    piece: Piece
+    end: End
+    fault: str | None
+
+
+class Lane:
+    """Serves the orders of one direction, first come first served. `add` and `collect`: one thread only.
+
+    Args:
+        queue: this lane's own.
+        mover: used by one thread at a time.
+        block_bytes: bytes of one block.
+        clock: the queue's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queue: OrderQueue,
+        mover: StreamMover,
+        slab: Pinning,
+        bounds: LaneBounds,
+        block_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue = queue
+        self._mover = mover
+        self._slab = slab
+        self._bounds = bounds
+        self._block_bytes = block_bytes
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._jobs: dict[JobId, _Waiting] = {}
+        self._under_way: deque[_UnderWay] = deque()
+        self._bytes_ahead = 0
+        self._held: Piece | None = None
+        self._is_enqueueing = False
+        self._fault: tuple[JobId, str] | None = None
+        self._thread_is_needed = False
+        self._closed = False
+        self._thread = threading.Thread(target=self._top_up, name=f"kvortex-{name}", daemon=True)
+        self._thread.start()
+
+    def add(self, orders: Sequence[CopyOrder], fence: Fence) -> None:
+        """Takes orders whose first byte must wait for the fence."""
+        with self._changed:
+            now_s = self._clock()
+            for order in orders:
+                self._jobs[order.job_id] = _Waiting(fence, now_s + order.deadline_s)
+            self._queue.add(orders)
+        self._go_on()
+
+    def collect(self) -> list[JobResult]:
+        """The answers since the last call; never waits for a copy."""
+        if not self._jobs:
+            return []
+        with self._changed:
+            self._take_note()
+            answers = self._queue.answers()
+            self._drop_held_if_late()
+        self._go_on()
+        answers += self._queue.answers()
+        for answer in answers:
+            del self._jobs[answer.job_id]
+        return answers
+
+    def close(self, end_s: float) -> bool:
+        """Drops what is not enqueued and waits for the rest until `end_s` of time.monotonic. True if it ended."""
+        with self._changed:
+            self._closed = True
+            self._queue.close()
+            self._held = None
+            self._changed.notify_all()
+        # The thread first: it may be enqueueing one more piece.
+        self._thread.join(max(0.0, end_s - time.monotonic()))
+        while True:
+            with self._changed:
+                self._take_note()
+                has_ended = not self._under_way and not self._thread.is_alive()
+            if has_ended or time.monotonic() >= end_s:
+                break
+            time.sleep(_POLL_S)
+        if has_ended:
+            self._jobs.clear()
+        return has_ended
+
+    def _go_on(self) -> None:
+        """Does what can be done now, or has the lane's thread do it."""
+        if self._bounds.inline:
+            self._enqueue_what_fits(may_block=False)
+        else:
+            with self._changed:
+                self._call_thread()
+
+    def _enqueue_what_fits(self, *, may_block: bool) -> None:
+        """Enqueues pieces, without the lock, until none fits; one thread at a time, the other leaves it to that one."""
+        while (begun := self._begin_piece(may_block)) is not None:
+            piece, pinned = begun
+            end, fault = self._start(piece, pinned=pinned)
+            with self._changed:
+                self._is_enqueueing = False
+                if end is None:
+                    self._queue.finish(piece, fault)
+                else:
+                    self._under_way.append(_UnderWay(piece, end, fault))
+                    self._bytes_ahead += self._bytes_of(piece)
+
+    def _begin_piece(self, may_block: bool) -> tuple[Piece, bool] | None:
+        """The piece to enqueue now, and whether its slots are pinned."""
+        with self._changed:
+            self._take_note()
+            if self._is_enqueueing or self._closed:
+                return None
+            if self._bytes_ahead >= self._bounds.ahead_bytes or len(self._under_way) >= MAX_PIECES:
+                self._call_thread()
+                return None
+            piece, self._held = self._held or self._queue.take(self._bounds.piece_bytes, 0), None
+            if piece is None:
+                return None
+            # Asked first: once pinning has ended, what is not pinned never will be.
+            is_pinning = self._slab.is_pinning
+            is_pinned = self._slab.is_pinned(piece.slots)
+            if not is_pinned and (is_pinning or not may_block):
+                self._held = piece
+                if not is_pinning:
+                    self._call_thread()
+                return None
+            self._is_enqueueing = True
+            return piece, is_pinned
+
+    def _start(self, piece: Piece, *, pinned: bool) -> tuple[End | None, str | None]:
+        """Enqueues a piece: its end, where something of it may be under way, and what went wrong."""
+        if self._fault is not None and piece.job_id == self._fault[0]:
+            return None, self._fault[1]
+        fault: str | None = None
+        try:
+            job = self._jobs.get(piece.job_id)
+            if job is not None and job.fence is not None:
+                self._mover.wait_for(job.fence)
+                job.fence = None
+            self._mover.enqueue(piece, pinned=pinned)
+        except RuntimeError as error:
+            fault = str(error)
+            self._fault = piece.job_id, fault
+        try:
+            return self._mover.mark(), fault
+        except RuntimeError as error:  # the device has failed: nothing runs on it any more
+            return None, fault or str(error)
+
+    def _take_note(self) -> None:
+        """Finishes the pieces whose end is reached. Holds the lock, like the rest."""
+        while self._under_way:
+            first = self._under_way[0]
+            try:
+                if not first.end.is_reached():
+                    return
+            except RuntimeError as error:  # the device has failed: nothing runs on it any more
+                first.fault = first.fault or str(error)
+            self._under_way.popleft()
+            self._bytes_ahead -= self._bytes_of(first.piece)
+            self._queue.finish(first.piece, first.fault)
+
+    def _drop_held_if_late(self) -> None:
+        """A held piece has not begun; the queue, which handed it out, waits for it before it answers."""
+        if self._held is not None and self._clock() >= self._jobs[self._held.job_id].late_at_s:
+            piece, self._held = self._held, None
+            self._queue.finish(piece, "its slots were not pinned in time")
+
+    def _bytes_of(self, piece: Piece) -> int:
+        return len(piece.gpu_blocks) * self._block_bytes
+
+    def _call_thread(self) -> None:
+        self._thread_is_needed = True
+        self._changed.notify_all()
+
+    def _top_up(self) -> None:
+        """The thread's life: until the lane is closed."""
+        self._mover.enter_thread()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._thread_is_needed or self._closed)
+                if self._closed:
+                    return
+                self._thread_is_needed = False
+            self._enqueue_what_fits(may_block=True)
+            with self._changed:
+                # Needed again at once: there is more than fits.
+                first = self._under_way[0].end if self._thread_is_needed and self._under_way else None
+            if first is not None:
+                self._wait(first)
+
+    def _wait(self, end: End) -> None:
+        try:
+            end.wait()
+        except RuntimeError:
+            return  # whoever takes note of it meets the same error and answers with it

@@ -1,0 +1,324 @@
+"""A lane's promises, over a stream that runs only when told: order, bounds, deadlines, faults, pinning, the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvortex.messages import CopyOrder, IntArray, JobResult, Outcome
+from kvortex.transfer.lane import Lane, LaneBounds
+from kvortex.transfer.queue import OrderQueue, Piece
+from tests.fakes.clock import FakeClock
+from tests.unit.transfer.builders import STORE, order
+
+BLOCK = 100
+
+
+class FakeFence:
+    def is_reached(self) -> bool:
+        return False
+
+
+class FakeStream:
+    """A `StreamMover`: enqueued pieces run one at a time, by `run`."""
+
+    def __init__(self) -> None:
+        self.enqueued: list[tuple[str, object]] = []
+        self.num_run = 0
+        self.faults: dict[int, str] = {}
+        self.is_dead = False
+        self.unpinned_gate = threading.Event()
+        self.threads: set[str] = set()
+        self._changed = threading.Condition()
+
+    def enter_thread(self) -> None:
+        self.threads.add(threading.current_thread().name)
+
+    def wait_for(self, fence: FakeFence) -> None:
+        self.enqueued.append(("fence", fence))
+
+    def enqueue(self, piece: Piece, *, pinned: bool) -> None:
+        if not pinned:
+            assert self.unpinned_gate.wait(60)
+        blocks = piece.gpu_blocks.tolist()
+        self.enqueued.append(("copy" if pinned else "copy unpinned", blocks))
+        for block in blocks:
+            if block in self.faults:
+                raise RuntimeError(self.faults[block])
+
+    def mark(self) -> FakeEnd:
+        if self.is_dead:
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+        return FakeEnd(self, len(self.enqueued))
+
+    def run(self, num_entries: int = 1_000_000) -> None:
+        with self._changed:
+            self.num_run = min(self.num_run + num_entries, len(self.enqueued) if num_entries < 1_000_000 else 1_000_000)
+            self._changed.notify_all()
+
+    def wait_run(self, num_entries: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.num_run >= num_entries, 60)
+
+    @property
+    def copied(self) -> list[int]:
+        return [block for what, blocks in self.enqueued if what != "fence" for block in blocks]  # type: ignore[attr-defined]
+
+
+class FakeEnd:
+    def __init__(self, stream: FakeStream, num_entries: int) -> None:
+        self._stream, self._num_entries = stream, num_entries
+
+    def is_reached(self) -> bool:
+        if self._stream.is_dead:
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+        return self._stream.num_run >= self._num_entries
+
+    def wait(self) -> None:
+        self._stream.wait_run(self._num_entries)
+
+
+class FakePinning:
+    def __init__(self, pinned_slots: int = 1000, *, is_pinning: bool = False) -> None:
+        self.pinned_slots, self.is_pinning = pinned_slots, is_pinning
+
+    def is_pinned(self, slots: IntArray) -> bool:
+        return int(slots.max()) < self.pinned_slots
+
+
+class Bench:
+    """A lane of single-block pieces, two of them ahead, unless told otherwise."""
+
+    def __init__(self, *, ahead: int = 2, piece: int = 1, inline: bool = True, slab: FakePinning | None = None) -> None:
+        self.clock = FakeClock()
+        self.stream = FakeStream()
+        self.slab = slab or FakePinning()
+        queue = OrderQueue(1000, 1000, BLOCK, self.clock)
+        bounds = LaneBounds(piece * BLOCK, ahead * BLOCK, inline)
+        self.lane = Lane("test", queue, self.stream, self.slab, bounds, BLOCK, self.clock)
+        self.fence = FakeFence()
+
+    def add(self, *orders: CopyOrder) -> None:
+        self.lane.add(orders, self.fence)
+
+    def collect(self, num_answers: int) -> list[JobResult]:
+        answers: list[JobResult] = []
+        wait_until(lambda: bool(answers.extend(self.lane.collect()) or len(answers) >= num_answers))
+        return answers
+
+    def end(self) -> None:
+        self.stream.unpinned_gate.set()
+        self.stream.run()
+        assert self.lane.close(time.monotonic() + 60)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(30_000):
+        if happened():
+            return
+        pause.wait(0.001)
+    raise AssertionError("it did not happen")
+
+
+def blocks(job_id: int, first: int, count: int, deadline_s: float = 60.0) -> CopyOrder:
+    return order(job_id, STORE, [(first + i, first + i) for i in range(count)], deadline_s)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> object:
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvortex-")]
+
+
+def test_an_order_waits_for_its_fence_once_and_only_as_much_as_fits_is_enqueued() -> None:
+    bench = Bench(ahead=2)
+    bench.add(blocks(1, 0, 5))
+    assert bench.stream.enqueued == [("fence", bench.fence), ("copy", [0]), ("copy", [1])]
+    assert bench.lane.collect() == []
+    bench.end()
+
+
+def test_what_is_more_than_fits_is_enqueued_without_anyone_looking() -> None:
+    bench = Bench(ahead=2)
+    bench.add(blocks(1, 0, 6), blocks(2, 10, 2))
+    bench.stream.run()
+    wait_until(lambda: bench.stream.copied == [0, 1, 2, 3, 4, 5, 10, 11])
+    answers = bench.collect(2)
+    assert [(a.job_id, a.outcome, a.num_bytes) for a in answers] == [
+        (1, Outcome.DONE, 6 * BLOCK),
+        (2, Outcome.DONE, 2 * BLOCK),
+    ]
+    bench.end()
+
+
+def test_an_order_is_answered_when_its_last_copy_has_ended_and_not_before() -> None:
+    bench = Bench(ahead=10)
+    bench.add(blocks(1, 0, 2), blocks(2, 5, 1))
+    bench.stream.run(2)
+    assert bench.lane.collect() == []
+    bench.stream.run(1)
+    assert [answer.job_id for answer in bench.lane.collect()] == [1]
+    bench.stream.run(2)
+    assert [answer.job_id for answer in bench.lane.collect()] == [2]
+    bench.end()
+
+
+def test_a_lane_that_is_not_inline_leaves_enqueueing_to_its_thread() -> None:
+    bench = Bench(ahead=3, inline=False)
+    bench.add(blocks(1, 0, 5))
+    wait_until(lambda: bench.stream.copied == [0, 1, 2])
+    bench.stream.run()
+    assert [answer.job_id for answer in bench.collect(1)] == [1]
+    assert bench.stream.threads == {"kvortex-test"}
+    bench.end()
+
+
+def test_what_is_not_enqueued_by_its_deadline_is_dropped_and_what_is_keeps_its_answer() -> None:
+    bench = Bench(ahead=2)
+    bench.add(blocks(1, 0, 2, deadline_s=5), blocks(2, 10, 2, deadline_s=5))
+    bench.clock.advance(5)
+    (dropped,) = bench.lane.collect()
+    assert (dropped.job_id, dropped.outcome, dropped.num_bytes) == (2, Outcome.TIMED_OUT, 0)
+    assert bench.lane.collect() == [], "two copies of order 1 are on the stream"
+    bench.stream.run()
+    (late,) = bench.collect(1)
+    assert (late.job_id, late.outcome, late.num_bytes) == (1, Outcome.TIMED_OUT, 2 * BLOCK)
+    assert bench.stream.copied == [0, 1]
+    bench.end()
+
+
+def test_a_refused_copy_fails_its_order_with_the_drivers_words_and_no_other() -> None:
+    bench = Bench(ahead=100)
+    bench.stream.faults[2] = "CUDA_ERROR_INVALID_VALUE (1) from cuMemcpyBatchAsync"
+    bench.add(blocks(1, 0, 5), blocks(2, 10, 1))
+    assert bench.lane.collect() == [], "copies of both are still under way"
+    bench.stream.run()
+    failed, done = bench.collect(2)
+    assert (failed.job_id, failed.outcome) == (1, Outcome.FAILED)
+    assert failed.detail == "CUDA_ERROR_INVALID_VALUE (1) from cuMemcpyBatchAsync"
+    assert (done.job_id, done.outcome) == (2, Outcome.DONE)
+    assert bench.stream.copied == [0, 1, 2, 10], "what follows the refused copy is not tried"
+    bench.end()
+
+
+def test_a_failed_order_is_not_answered_while_its_earlier_copies_run() -> None:
+    bench = Bench(ahead=100)
+    bench.stream.faults[1] = "refused"
+    bench.add(blocks(1, 0, 2))
+    bench.stream.run(2)  # the fence and block 0; of block 1 something may be under way
+    assert bench.lane.collect() == []
+    bench.stream.run(1)
+    assert [answer.outcome for answer in bench.collect(1)] == [Outcome.FAILED]
+    bench.end()
+
+
+def test_a_device_that_has_failed_answers_everything_with_its_error() -> None:
+    bench = Bench(ahead=2)
+    bench.add(blocks(1, 0, 1), blocks(2, 10, 5))
+    bench.stream.is_dead = True
+    answers = bench.collect(2)
+    assert {answer.outcome for answer in answers} == {Outcome.FAILED}
+    assert {answer.detail for answer in answers} == {"CUDA_ERROR_ILLEGAL_ADDRESS"}
+    bench.end()
+
+
+def test_an_order_on_slots_that_are_being_pinned_waits_and_those_behind_it_too() -> None:
+    slab = FakePinning(2, is_pinning=True)
+    bench = Bench(ahead=100, slab=slab)
+    bench.add(blocks(1, 0, 3), blocks(2, 0, 1))
+    assert bench.stream.copied == [0, 1]
+    bench.lane.collect()
+    assert bench.stream.copied == [0, 1]
+    slab.pinned_slots = 3
+    bench.lane.collect()
+    assert bench.stream.copied == [0, 1, 2, 0]
+    assert all(what in ("fence", "copy") for what, _ in bench.stream.enqueued)
+    bench.end()
+
+
+def test_a_deadline_that_passes_while_slots_are_pinned_is_an_answer_without_a_copy() -> None:
+    bench = Bench(ahead=100, slab=FakePinning(0, is_pinning=True))
+    bench.add(blocks(1, 0, 3, deadline_s=5), blocks(2, 10, 1, deadline_s=50))
+    bench.clock.advance(5)
+    (answer,) = bench.collect(1)
+    assert (answer.job_id, answer.outcome, answer.num_bytes) == (1, Outcome.TIMED_OUT, 0)
+    assert "5 s" in answer.detail
+    assert bench.stream.copied == []
+    bench.end()
+
+
+def test_slots_that_will_never_be_pinned_are_copied_by_the_lanes_thread_alone_and_in_order() -> None:
+    bench = Bench(ahead=100, slab=FakePinning(2, is_pinning=False))
+    bench.add(blocks(1, 0, 4), blocks(2, 1, 1))
+    assert bench.stream.copied == [0, 1], "adding does not wait for a copy that blocks"
+    assert bench.lane.collect() == []
+    bench.stream.unpinned_gate.set()
+    bench.stream.run()
+    assert [(a.job_id, a.outcome) for a in bench.collect(2)] == [(1, Outcome.DONE), (2, Outcome.DONE)]
+    assert [entry for entry in bench.stream.enqueued if entry[0] != "fence"] == [
+        ("copy", [0]),
+        ("copy", [1]),
+        ("copy unpinned", [2]),
+        ("copy unpinned", [3]),
+        ("copy", [1]),
+    ]
+    bench.end()
+
+
+def test_close_drops_what_waits_and_is_not_done_before_the_stream_is() -> None:
+    bench = Bench(ahead=2)
+    bench.add(blocks(1, 0, 10))
+    assert bench.lane.close(end_s=0.0) is False
+    assert bench.lane.collect() == []
+    bench.stream.run()
+    assert bench.lane.close(time.monotonic() + 60) is True
+    assert bench.stream.copied == [0, 1]
+    assert bench.lane.collect() == []
+
+
+def test_close_waits_for_a_copy_that_blocks_the_lanes_thread() -> None:
+    bench = Bench(slab=FakePinning(0))
+    bench.add(blocks(1, 0, 2))
+    assert bench.lane.close(end_s=0.0) is False
+    bench.end()
+    assert bench.stream.copied in ([], [0])
+
+
+def test_a_wrong_or_empty_order_is_answered_at_once() -> None:
+    bench = Bench()
+    bench.add(order(1, STORE, [(5000, 0)]), order(2, STORE, []))
+    answers = bench.collect(2)
+    assert [(a.job_id, a.outcome) for a in answers] == [(1, Outcome.FAILED), (2, Outcome.DONE)]
+    assert bench.stream.enqueued == []
+    bench.end()
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_many_orders_over_a_stream_that_runs_by_itself_are_each_answered_once(inline: bool) -> None:
+    bench = Bench(ahead=7, piece=3, inline=inline)
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(0.0005):
+            bench.stream.run(3)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 9, 120)
+    answers: list[JobResult] = []
+    for job_id, count in enumerate(sizes.tolist()):
+        bench.add(blocks(job_id, 8 * job_id, count))
+        answers += bench.lane.collect()
+    answers += bench.collect(len(sizes) - len(answers))
+    assert [answer.job_id for answer in answers] == list(range(len(sizes)))
+    assert all(answer.outcome is Outcome.DONE for answer in answers)
+    assert bench.stream.copied == [8 * job + i for job, count in enumerate(sizes.tolist()) for i in range(count)]
+    stop.set()
+    thread.join()
+    bench.end()
