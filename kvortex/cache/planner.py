@@ -1,8 +1,9 @@
 """When to copy cold blocks to RAM, and which.
 
 Storing begins when the share of VRAM that is resident (complete and without a copy) passes `threshold`, and goes on,
-at most `batch_blocks` a step, until it is down to `target`. So VRAM always has blocks that it may take at once, and no
-copy stands on the path of an allocation. A threshold of 0 is write-through.
+at most `batch_blocks` a step and what became resident in that step, until it is down to `target`. So VRAM always has
+blocks that it may take at once, a step that computes more than a batch does not outrun the copies, and no copy stands
+on the path of an allocation. A threshold of 0 is write-through.
 
 How much room a burst of allocations needs depends on the load, not on a share: sixteen conversations that return in one
 step may take three quarters of VRAM at once. Each block that VRAM takes before it was copied is a block too little
@@ -67,6 +68,7 @@ class OffloadPlanner:
         self._marks = watermarks
         self._capacity_blocks = capacity_blocks
         self._clock = clock
+        self._arrivals_seen = residency.arrivals
         self._extra_room = 0.0
         self._extra_room_at = clock()
         self._start_above = int(watermarks.threshold * capacity_blocks)
@@ -83,6 +85,8 @@ class OffloadPlanner:
         Costs the blocks it stores; one comparison when nothing is due.
         """
         due = self._residency.resident_blocks - self.in_flight_blocks
+        arrived = self._residency.arrivals - self._arrivals_seen
+        self._arrivals_seen = self._residency.arrivals
         room = int(self.extra_room_blocks)
         stop_at = max(0, self._stop_at - room)
         if due > max(0, self._start_above - room):
@@ -91,7 +95,7 @@ class OffloadPlanner:
             self._storing = False
         if not self._storing:
             return NOTHING
-        wanted = min(due - stop_at, self._marks.batch_blocks)
+        wanted = min(due - stop_at, self._marks.batch_blocks + arrived)
         self._storing = due - wanted > stop_at
         taken = self._residency.take(wanted, in_use=in_use, idle_after_s=self._marks.idle_after_s)
         # Two VRAM blocks may hold the same content; one copy serves both. The policy expects heads before tails, and

@@ -37,6 +37,8 @@ class Residency:
         self._blocks_of: dict[BlockKey, set[int]] = {}
         self._clean_keys: set[BlockKey] = set()
         self._clean_blocks = 0
+        self.arrivals = 0
+        """Blocks that became resident so far."""
         # Resident blocks not yet given out for a store, the longest unused first, with the time of their last use.
         self._queue: OrderedDict[int, float] = OrderedDict()
 
@@ -76,6 +78,7 @@ class Residency:
         if key in self._clean_keys:
             self._clean_blocks += 1
         else:
+            self.arrivals += 1
             self._queue[block_id] = self._clock()
 
     def block_uncached(self, block_id: int, key: BlockKey) -> bool:

@@ -18,6 +18,7 @@ from kvortex.cache.index import BlockIndex
 from kvortex.cache.policies import make_policy
 from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin import compat
+from kvortex.vllm_plugin.logs import share_vllms_log
 from kvortex.vllm_plugin.parent_watch import end_with_parent
 from kvortex.vllm_plugin.scheduler import SchedulerSide
 from kvortex.vllm_plugin.setup import engine_facts
@@ -62,6 +63,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        share_vllms_log()
         self._facts = facts = engine_facts(vllm_config, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -185,7 +187,8 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- either role ----
 
     def shutdown(self) -> None:
-        if self._stats is not None:
+        if self._scheduler is not None and self._stats is not None:
             self._stats.close()
+            self._scheduler.log_totals()
         if self._worker is not None:
             self._worker.close()

@@ -331,6 +331,23 @@ class SchedulerSide:
                 "sessions": {"known": 0, "active": len(self._requests)},
             }
 
+    def log_totals(self) -> None:
+        """One line at the end: did it help?"""
+        with self._lock:
+            counted = self._ledger.as_dict()
+        tokens, store, load = counted["tokens"], counted["store"], counted["load"]
+        logger.info(
+            "KVortex at its end: of %d prompt tokens %d came from VRAM, %d from RAM; stored %d blocks, loaded %d "
+            "in %.3f s, %d VRAM blocks were taken before they were copied",
+            tokens["queried"],
+            tokens["vram_hit"],
+            tokens["ram_hit"],
+            store["blocks"],
+            load["blocks"],
+            load["seconds"],
+            counted["evicted"]["vram_uncopied_blocks"],
+        )
+
 
 class _PoolEvents:
     """Turns what the pool view hears into the scheduler side's state. Runs inside vLLM's calls: short, no lock

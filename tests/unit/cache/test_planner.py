@@ -54,16 +54,29 @@ def test_nothing_is_stored_up_to_the_threshold():
 
 def test_past_the_threshold_batches_are_stored_down_to_the_target():
     world = World()
-    world.fill(*range(86))
+    world.fill(*range(85))
+    world.step()
+    world.fill(85)
     stored = [world.step() for _ in range(5)]
-    assert [len(blocks) for blocks in stored] == [4, 4, 3, 0, 0]
+    assert [len(blocks) for blocks in stored] == [5, 4, 2, 0, 0], "the block that arrived, and a batch of 4"
     assert sorted(b for blocks in stored for b in blocks) == list(range(11)), "the longest unused ones"
 
 
-def test_a_step_never_stores_more_than_a_batch():
-    world = World(batch_blocks=2)
-    world.fill(*range(100))
-    assert len(world.step()) == 2
+def test_a_step_stores_a_batch_and_as_much_as_arrived_in_it():
+    """A prefill of more blocks than a batch must not outrun the copies."""
+    world = World(threshold=0.5, target=0.5, batch_blocks=2)
+    world.fill(*range(50))
+    assert world.step() == []
+    world.fill(*range(50, 70))
+    assert len(world.step()) == 20
+
+
+def test_what_arrived_below_the_threshold_is_stored_batch_by_batch():
+    world = World(target=0.5, batch_blocks=2)
+    world.fill(*range(85))
+    assert world.step() == []
+    world.fill(85)
+    assert [len(world.step()) for _ in range(3)] == [3, 2, 2]
 
 
 def test_after_the_target_storing_waits_for_the_threshold_again():
