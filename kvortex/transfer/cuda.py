@@ -40,6 +40,9 @@ _MAX_COPIES: Final = 1024
 """In a piece. The driver takes up to a microsecond each, and lets nothing be launched when it has too many."""
 
 _MAX_INLINE_COPIES: Final = 256
+_INLINE_PIECES: Final = 4
+"""Enqueued by the model's thread in one call, about a millisecond of it and five of the link."""
+
 _MAX_BLOCKS: Final = 4096
 
 
@@ -184,7 +187,7 @@ def _bounds(bandwidth: float, block_bytes: int, num_copied_rows: int) -> LaneBou
     return LaneBounds(
         piece_bytes=blocks * block_bytes,
         ahead_bytes=_PIECES_AHEAD * blocks * block_bytes,
-        inline=blocks * num_copied_rows <= _MAX_INLINE_COPIES,
+        inline_pieces=_INLINE_PIECES if blocks * num_copied_rows <= _MAX_INLINE_COPIES else 0,
     )
 
 

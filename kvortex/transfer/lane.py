@@ -10,6 +10,7 @@ does not wait for whoever holds the interpreter. What has not been enqueued can 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -73,13 +74,13 @@ class LaneBounds:
     Attributes:
         piece_bytes: enqueued in one go.
         ahead_bytes: enqueued and not ended; what the link works through while nobody looks.
-        inline: whether whoever adds or collects enqueues too. The lane's thread alone does it where a piece
-            is so many copies that enqueueing it takes the model's thread too long.
+        inline_pieces: how many of them whoever adds or collects enqueues at most, before the lane's thread takes
+            over. 0 where a piece is so many copies that enqueueing it takes the model's thread too long.
     """
 
     piece_bytes: int
     ahead_bytes: int
-    inline: bool
+    inline_pieces: int
 
 
 @dataclass(slots=True)
@@ -179,16 +180,23 @@ class Lane:
         return has_ended
 
     def _go_on(self) -> None:
-        """Does what can be done now, or has the lane's thread do it."""
-        if self._bounds.inline:
-            self._enqueue_what_fits(may_block=False)
-        else:
+        """Does a bounded part of what can be done now, and has the lane's thread do the rest."""
+        if self._enqueue_what_fits(self._bounds.inline_pieces, may_block=False):
             with self._changed:
                 self._call_thread()
 
-    def _enqueue_what_fits(self, *, may_block: bool) -> None:
-        """Enqueues pieces, without the lock, until none fits; one thread at a time, the other leaves it to that one."""
-        while (begun := self._begin_piece(may_block)) is not None:
+    def _enqueue_what_fits(self, max_pieces: float, *, may_block: bool) -> bool:
+        """Enqueues pieces, without the lock; one thread at a time, the other leaves it to that one.
+
+        Returns:
+            True when it stopped at `max_pieces`. What is enqueued ends meanwhile, so there is no other bound.
+        """
+        num_pieces = 0
+        while num_pieces < max_pieces:
+            begun = self._begin_piece(may_block)
+            if begun is None:
+                return False
+            num_pieces += 1
             piece, pinned = begun
             end, fault = self._start(piece, pinned=pinned)
             with self._changed:
@@ -198,6 +206,7 @@ class Lane:
                 else:
                     self._under_way.append(_UnderWay(piece, end, fault))
                     self._bytes_ahead += self._bytes_of(piece)
+        return True
 
     def _begin_piece(self, may_block: bool) -> tuple[Piece, bool] | None:
         """The piece to enqueue now, and whether its slots are pinned."""
@@ -276,7 +285,7 @@ class Lane:
                 if self._closed:
                     return
                 self._thread_is_needed = False
-            self._enqueue_what_fits(may_block=True)
+            self._enqueue_what_fits(math.inf, may_block=True)
             with self._changed:
                 # Needed again at once: there is more than fits.
                 first = self._under_way[0].end if self._thread_is_needed and self._under_way else None

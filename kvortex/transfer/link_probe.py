@@ -16,9 +16,10 @@ from kvortex.transfer.cuda_stream import StreamTimer, borrowed_stream
 from kvortex.transfer.pinned import PinnedSlab
 
 PROBE_BYTES: Final = 64 << 20
-"""On the GPU and on the host each, while a probe is open."""
+"""On the GPU and on the host each, while a probe is open; one piece of pinned memory."""
 
 _REPEATS: Final = 3
+_LARGE_COPIES: Final = 32
 _PIN_TIMEOUT_S: Final = 10.0
 _NUM_ROWS: Final = 8
 _FRAGMENTS: Final = 8192
@@ -39,11 +40,11 @@ class LinkProbe:
             if not self._slab.wait_pinned(_PIN_TIMEOUT_S):
                 raise RuntimeError(f"{PROBE_BYTES} bytes could not be pinned: {self._slab.refusal or 'too slow'}")
             self._memory = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=self._device)
-            self._handle = driver.create_stream()
+            self._handles = [driver.create_stream(), driver.create_stream()]
         except RuntimeError:
             self._slab.close()
             raise
-        self._stream = borrowed_stream(self._handle, self._device)
+        self._stream, self._other = (borrowed_stream(handle, self._device) for handle in self._handles)
 
     def __enter__(self) -> LinkProbe:
         return self
@@ -52,19 +53,36 @@ class LinkProbe:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stream.synchronize()
-        self._driver.destroy_stream(self._handle)
+        for handle in self._handles:
+            self._driver.destroy_stream(handle)
         del self._memory
         # The caching allocator would keep what the model could use.
         torch.cuda.empty_cache()
         self._slab.close()
 
-    def bandwidth(self, direction: Direction) -> float:
-        """Bytes a second of one large copy."""
-        to, at = np.array([self._memory.data_ptr()], np.uint64), np.array([self._slab.address], np.uint64)
-        if direction is Direction.STORE:
-            to, at = at, to
-        size = np.array([PROBE_BYTES], np.uint64)
-        return PROBE_BYTES / self._seconds(lambda: self._driver.copy(to, at, size, self._handle))
+    def bandwidth(self, *directions: Direction) -> float:
+        """Bytes a second of large copies one after the other, in one direction or in two at once."""
+        half = PROBE_BYTES // 2
+        size = np.array([half], np.uint64)
+
+        def enqueue() -> None:
+            begun = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            begun.record(self._stream)
+            self._other.wait_event(begun)
+            for _ in range(_LARGE_COPIES):
+                for direction in directions:
+                    # Each direction has a half and a stream of its own.
+                    offset = np.uint64(0 if direction is Direction.LOAD else half)
+                    to = np.array([self._memory.data_ptr()], np.uint64) + offset
+                    at = np.array([self._slab.address], np.uint64) + offset
+                    if direction is Direction.LOAD:
+                        self._driver.copy(to, at, size, self._stream.cuda_stream)
+                    else:
+                        self._driver.copy(at, to, size, self._other.cuda_stream)
+            begun.record(self._other)
+            self._stream.wait_event(begun)
+
+        return len(directions) * _LARGE_COPIES * half / self._seconds(enqueue)
 
     def copy_rate(self, fragment_bytes: int) -> float:
         """Bytes a second of a load by the copy engine, of scattered fragments."""
@@ -79,7 +97,7 @@ class LinkProbe:
         copies = table.copies(blocks, slots)
         num_bytes = int(copies.num_bytes.sum())
         return num_bytes / self._seconds(
-            lambda: self._driver.copy(copies.device, copies.host, copies.num_bytes, self._handle)
+            lambda: self._driver.copy(copies.device, copies.host, copies.num_bytes, self._stream.cuda_stream)
         )
 
     def gather_rate(self, fragment_bytes: int, num_ctas: int) -> float:

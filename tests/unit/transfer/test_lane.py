@@ -28,10 +28,11 @@ class FakeStream:
 
     def __init__(self) -> None:
         self.enqueued: list[tuple[str, object]] = []
+        self.enqueued_by: list[str] = []
         self.num_run = 0
         self.faults: dict[int, str] = {}
         self.is_dead = False
-        self.unpinned_gate = threading.Event()
+        self.unpinned_gate, self.unpinned_begun = threading.Event(), threading.Event()
         self.threads: set[str] = set()
         self._changed = threading.Condition()
 
@@ -43,9 +44,11 @@ class FakeStream:
 
     def enqueue(self, piece: Piece, *, pinned: bool) -> None:
         if not pinned:
+            self.unpinned_begun.set()
             assert self.unpinned_gate.wait(60)
         blocks = piece.gpu_blocks.tolist()
         self.enqueued.append(("copy" if pinned else "copy unpinned", blocks))
+        self.enqueued_by.append(threading.current_thread().name)
         for block in blocks:
             if block in self.faults:
                 raise RuntimeError(self.faults[block])
@@ -93,21 +96,30 @@ class FakePinning:
 class Bench:
     """A lane of single-block pieces, two of them ahead, unless told otherwise."""
 
-    def __init__(self, *, ahead: int = 2, piece: int = 1, inline: bool = True, slab: FakePinning | None = None) -> None:
+    def __init__(
+        self, *, ahead: int = 2, piece: int = 1, inline_pieces: int = 1000, slab: FakePinning | None = None
+    ) -> None:
         self.clock = FakeClock()
         self.stream = FakeStream()
         self.slab = slab or FakePinning()
         queue = OrderQueue(1000, 1000, BLOCK, self.clock)
-        bounds = LaneBounds(piece * BLOCK, ahead * BLOCK, inline)
+        bounds = LaneBounds(piece * BLOCK, ahead * BLOCK, inline_pieces)
         self.lane = Lane("test", queue, self.stream, self.slab, bounds, BLOCK, self.clock)
         self.fence = FakeFence()
+        self.num_collects = 0
 
     def add(self, *orders: CopyOrder) -> None:
         self.lane.add(orders, self.fence)
 
     def collect(self, num_answers: int) -> list[JobResult]:
         answers: list[JobResult] = []
-        wait_until(lambda: bool(answers.extend(self.lane.collect()) or len(answers) >= num_answers))
+
+        def have_come() -> bool:
+            self.num_collects += 1
+            answers.extend(self.lane.collect())
+            return len(answers) >= num_answers
+
+        wait_until(have_come)
         return answers
 
     def end(self) -> None:
@@ -168,8 +180,20 @@ def test_an_order_is_answered_when_its_last_copy_has_ended_and_not_before() -> N
     bench.end()
 
 
+def test_whoever_adds_an_order_is_not_kept_by_copies_that_end_as_fast_as_they_are_enqueued() -> None:
+    bench = Bench(ahead=10, inline_pieces=4)
+    bench.stream.run()
+    bench.add(blocks(1, 0, 500))
+    assert [answer.job_id for answer in bench.collect(1)] == [1]
+    assert bench.stream.copied == list(range(500))
+    by_this_thread = bench.stream.enqueued_by.count(threading.current_thread().name)
+    assert by_this_thread <= 4 * (1 + bench.num_collects)
+    assert by_this_thread < 500
+    bench.end()
+
+
 def test_a_lane_that_is_not_inline_leaves_enqueueing_to_its_thread() -> None:
-    bench = Bench(ahead=3, inline=False)
+    bench = Bench(ahead=3, inline_pieces=0)
     bench.add(blocks(1, 0, 5))
     wait_until(lambda: bench.stream.copied == [0, 1, 2])
     bench.stream.run()
@@ -227,6 +251,15 @@ def test_a_device_that_has_failed_answers_everything_with_its_error() -> None:
     bench.end()
 
 
+def test_a_device_that_failed_before_an_order_came_answers_it_too() -> None:
+    bench = Bench(ahead=10)
+    bench.stream.is_dead = True
+    bench.add(blocks(1, 0, 3))
+    (answer,) = bench.collect(1)
+    assert (answer.outcome, answer.detail) == (Outcome.FAILED, "CUDA_ERROR_ILLEGAL_ADDRESS")
+    bench.end()
+
+
 def test_an_order_on_slots_that_are_being_pinned_waits_and_those_behind_it_too() -> None:
     slab = FakePinning(2, is_pinning=True)
     bench = Bench(ahead=100, slab=slab)
@@ -270,6 +303,20 @@ def test_slots_that_will_never_be_pinned_are_copied_by_the_lanes_thread_alone_an
     bench.end()
 
 
+def test_nothing_passes_a_piece_that_the_lanes_thread_is_still_enqueueing() -> None:
+    bench = Bench(ahead=100, slab=FakePinning(2, is_pinning=False))
+    bench.add(blocks(1, 5, 1))
+    assert bench.stream.unpinned_begun.wait(60)
+    bench.add(blocks(2, 0, 1))
+    assert bench.lane.collect() == []
+    assert bench.stream.copied == []
+    bench.stream.unpinned_gate.set()
+    bench.stream.run()
+    assert [answer.job_id for answer in bench.collect(2)] == [1, 2]
+    assert bench.stream.copied == [5, 0]
+    bench.end()
+
+
 def test_close_drops_what_waits_and_is_not_done_before_the_stream_is() -> None:
     bench = Bench(ahead=2)
     bench.add(blocks(1, 0, 10))
@@ -279,6 +326,13 @@ def test_close_drops_what_waits_and_is_not_done_before_the_stream_is() -> None:
     assert bench.lane.close(time.monotonic() + 60) is True
     assert bench.stream.copied == [0, 1]
     assert bench.lane.collect() == []
+
+
+def test_close_waits_for_a_stream_that_its_thread_does_not_watch() -> None:
+    bench = Bench(ahead=10)
+    bench.add(blocks(1, 0, 1))
+    assert bench.lane.close(time.monotonic() + 0.1) is False
+    bench.end()
 
 
 def test_close_waits_for_a_copy_that_blocks_the_lanes_thread() -> None:
@@ -298,9 +352,9 @@ def test_a_wrong_or_empty_order_is_answered_at_once() -> None:
     bench.end()
 
 
-@pytest.mark.parametrize("inline", [True, False])
-def test_many_orders_over_a_stream_that_runs_by_itself_are_each_answered_once(inline: bool) -> None:
-    bench = Bench(ahead=7, piece=3, inline=inline)
+@pytest.mark.parametrize("inline_pieces", [0, 1, 1000])
+def test_many_orders_over_a_stream_that_runs_by_itself_are_each_answered_once(inline_pieces: int) -> None:
+    bench = Bench(ahead=7, piece=3, inline_pieces=inline_pieces)
     stop = threading.Event()
 
     def run() -> None:
