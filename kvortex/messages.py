@@ -78,12 +78,15 @@ class StepPlan:
     Attributes:
         requests: for each load, the request that waits for it.
         refused: loads that must not happen; each rank answers FAILED without a copy, so that the request is computed.
+        needed: loads whose GPU blocks this step's kernels, or later ones, may touch. The kernels wait, on the device,
+            for those of them that were promised (see `CopyEngine.promise`); the others are not promised any more.
     """
 
     loads: list[CopyOrder] = field(default_factory=list)
     stores: list[CopyOrder] = field(default_factory=list)
     refused: list[CopyOrder] = field(default_factory=list)
     requests: dict[JobId, str] = field(default_factory=dict)
+    needed: list[JobId] = field(default_factory=list)
 
 
 @dataclass(slots=True)

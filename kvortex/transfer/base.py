@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from kvortex.messages import CopyOrder, JobResult
+from kvortex.messages import CopyOrder, JobId, JobResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,19 @@ class CopyEngine(Protocol):
 
     def poll(self) -> list[JobResult]:
         """The answers since the last call; never blocks."""
+        ...
+
+    def promise(self, window_s: float) -> list[JobId]:
+        """Loads that will have ended within `window_s` seconds, each told once; never blocks.
+
+        Who hears of a load only at its end loses a step or two before its request runs. A promised load is not given
+        up any more: its answer is DONE, or the device has failed. Until the answer its slots and GPU blocks are in use;
+        kernels may be submitted to touch the blocks after `hold_kernels`. An engine without a device promises nothing.
+        """
+        ...
+
+    def hold_kernels(self, job_ids: Sequence[JobId]) -> None:
+        """What is submitted to the compute stream from now on runs behind the ends of these promised loads."""
         ...
 
     def close(self, timeout_s: float) -> bool:

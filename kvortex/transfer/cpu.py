@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvortex.messages import CopyOrder, Direction, IntArray, JobResult
+from kvortex.messages import CopyOrder, Direction, IntArray, JobId, JobResult
 from kvortex.transfer.base import Fence, KVLayout
 from kvortex.transfer.queue import OrderQueue
 from kvortex.transfer.slab import HostSlab
@@ -136,6 +136,14 @@ class CpuCopyEngine:
     def poll(self) -> list[JobResult]:
         """The answers since the last call; never waits for a copy."""
         return self._queue.answers()
+
+    def promise(self, window_s: float) -> list[JobId]:  # noqa: ARG002 - there is no device that could keep it
+        """Nothing: kernels of the CPU run in the caller, where nothing but the host could hold them."""
+        return []
+
+    def hold_kernels(self, job_ids: Sequence[JobId]) -> None:
+        """Nothing has been promised."""
+        assert not job_ids, f"loads {job_ids} were not promised"
 
     def close(self, timeout_s: float) -> bool:
         """Drops every order and answer and ends the threads, each after the piece it is copying.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvortex.messages import CopyOrder, Direction, JobResult
+from kvortex.messages import CopyOrder, Direction, JobId, JobResult
 from kvortex.transfer.addresses import AddressTable, Row, rows_of
 from kvortex.transfer.base import Fence, KVLayout
 from kvortex.transfer.cuda_driver import CudaDriver
@@ -44,6 +44,9 @@ _INLINE_PIECES: Final = 4
 """Enqueued by the model's thread in one call, about a millisecond of it and five of the link."""
 
 _MAX_BLOCKS: Final = 4096
+
+_BESIDE_A_MODEL: Final = 0.9
+"""Share of the link that a load surely gets while the model runs; a promise that comes late stalls a step."""
 
 
 def open_cuda(layout: KVLayout, num_slots: int, num_streams: int) -> tuple[PinnedSlab, CudaCopyEngine]:
@@ -153,6 +156,16 @@ class CudaCopyEngine:
         self._look()
         return [answer for lane in self._lanes.values() for answer in lane.collect()]
 
+    def promise(self, window_s: float) -> list[JobId]:
+        """Loads that will have ended within `window_s`; the estimate is that of a link beside a running model."""
+        return self._lanes[Direction.LOAD].promise(window_s) if self._lanes else []
+
+    def hold_kernels(self, job_ids: Sequence[JobId]) -> None:
+        """The calling thread's current stream waits for these promised loads."""
+        end = self._lanes[Direction.LOAD].end_of(frozenset(job_ids))
+        if end is not None:
+            end.hold(torch.cuda.current_stream(self._device))
+
     def close(self, timeout_s: float) -> bool:
         """Drops every order and answer and waits for what is on the GPU.
 
@@ -188,6 +201,7 @@ def _bounds(bandwidth: float, block_bytes: int, num_copied_rows: int) -> LaneBou
         piece_bytes=blocks * block_bytes,
         ahead_bytes=_PIECES_AHEAD * blocks * block_bytes,
         inline_pieces=_INLINE_PIECES if blocks * num_copied_rows <= _MAX_INLINE_COPIES else 0,
+        bytes_per_s=_BESIDE_A_MODEL * bandwidth,
     )
 
 

@@ -32,6 +32,10 @@ class StreamEnd:
     def is_reached(self) -> bool:
         return _has_happened(self._event)
 
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What `stream` is given from now on runs behind it."""
+        stream.wait_event(self._event)
+
     def wait(self) -> None:
         """Sleeps, without the interpreter lock, until it is reached."""
         self._event.synchronize()

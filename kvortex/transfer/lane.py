@@ -14,9 +14,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from kvortex.messages import CopyOrder, IntArray, JobId, JobResult
 from kvortex.transfer.base import Fence
@@ -34,6 +34,10 @@ class End(Protocol):
     def is_reached(self) -> bool: ...
 
     def wait(self) -> None: ...
+
+    def hold(self, stream: Any) -> None:
+        """What `stream`, the device's own type, is given from now on runs behind it."""
+        ...
 
 
 class StreamMover(Protocol):
@@ -65,6 +69,9 @@ class Pinning(Protocol):
     @property
     def is_pinning(self) -> bool: ...
 
+    @property
+    def refusal(self) -> str: ...
+
     def is_pinned(self, slots: IntArray) -> bool: ...
 
 
@@ -76,11 +83,13 @@ class LaneBounds:
         ahead_bytes: enqueued and not ended; what the link works through while nobody looks.
         inline_pieces: how many of them whoever adds or collects enqueues at most, before the lane's thread takes
             over. 0 where a piece is so many copies that enqueueing it takes the model's thread too long.
+        bytes_per_s: what the lane moves beside a running model, for promises.
     """
 
     piece_bytes: int
     ahead_bytes: int
     inline_pieces: int
+    bytes_per_s: float
 
 
 @dataclass(slots=True)
@@ -159,6 +168,38 @@ class Lane:
             del self._jobs[answer.job_id]
         return answers
 
+    def promise(self, window_s: float) -> list[JobId]:
+        """Loads that will have ended within `window_s`; see `CopyEngine.promise`."""
+        if not self._jobs or self._slab.refusal or not self._changed.acquire(blocking=False):
+            return []
+        try:
+            self._take_note()
+            if self._held is not None:
+                return []
+            return self._queue.promise(int(window_s * self._bounds.bytes_per_s) // self._block_bytes)
+        finally:
+            self._changed.release()
+
+    def end_of(self, job_ids: Collection[JobId]) -> End | None:
+        """The end of these promised jobs, after enqueueing what of them is not yet, past every bound; None if ended."""
+        while True:
+            with self._changed:
+                # The lane's thread may be in the middle of a piece, which comes first.
+                self._changed.wait_for(lambda: not self._is_enqueueing)
+                self._take_note()
+                if not self._queue.has_waiting(job_ids):
+                    ends = [way.end for way in self._under_way if way.piece.job_id in job_ids]
+                    return ends[-1] if ends else None
+                full = len(self._under_way) >= MAX_PIECES
+                piece = None if full else self._queue.take(self._bounds.piece_bytes, 0)
+                self._is_enqueueing = piece is not None
+                first = self._under_way[0].end if full else None
+            if piece is not None:
+                self._settle(piece, *self._start(piece, pinned=True))
+            else:
+                assert first is not None, f"jobs {job_ids} wait in a queue that gives nothing"
+                self._wait(first)
+
     def close(self, end_s: float) -> bool:
         """Drops what is not enqueued and waits for the rest until `end_s` of time.monotonic. True if it ended."""
         with self._changed:
@@ -198,15 +239,19 @@ class Lane:
                 return False
             num_pieces += 1
             piece, pinned = begun
-            end, fault = self._start(piece, pinned=pinned)
-            with self._changed:
-                self._is_enqueueing = False
-                if end is None:
-                    self._queue.finish(piece, fault)
-                else:
-                    self._under_way.append(_UnderWay(piece, end, fault))
-                    self._bytes_ahead += self._bytes_of(piece)
+            self._settle(piece, *self._start(piece, pinned=pinned))
         return True
+
+    def _settle(self, piece: Piece, end: End | None, fault: str | None) -> None:
+        """What `_start` has enqueued is under way; another thread may enqueue."""
+        with self._changed:
+            self._is_enqueueing = False
+            if end is None:
+                self._queue.finish(piece, fault)
+            else:
+                self._under_way.append(_UnderWay(piece, end, fault))
+                self._bytes_ahead += self._bytes_of(piece)
+            self._changed.notify_all()
 
     def _begin_piece(self, may_block: bool) -> tuple[Piece, bool] | None:
         """The piece to enqueue now, and whether its slots are pinned."""

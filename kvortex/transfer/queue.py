@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,13 +49,14 @@ class _Job:
     num_running: int = 0
     given_up: Outcome | None = None
     detail: str = ""
+    is_promised: bool = False
 
     @property
     def num_blocks(self) -> int:
         return len(self.order.gpu_blocks)
 
     def is_late(self, now_s: float) -> bool:
-        return now_s >= self.submitted_s + self.order.deadline_s
+        return not self.is_promised and now_s >= self.submitted_s + self.order.deadline_s
 
 
 class OrderQueue:
@@ -151,6 +152,26 @@ class OrderQueue:
                 self._give_up(job, job.given_up, job.detail)
             elif job.num_copied == job.num_blocks:
                 self._answer(job, Outcome.DONE)
+
+    def promise(self, max_blocks: int) -> list[JobId]:
+        """Loads of which nothing is left behind the next `max_blocks` to be copied; never late from now on."""
+        promised = []
+        with self._changed:
+            for job in self._jobs.values():
+                if job.order.direction is not Direction.LOAD:
+                    continue
+                max_blocks -= job.num_blocks - job.num_copied
+                if max_blocks < 0:
+                    break
+                if job.given_up is None and not job.is_promised:
+                    job.is_promised = True
+                    promised.append(job.order.job_id)
+        return promised
+
+    def has_waiting(self, job_ids: Collection[JobId]) -> bool:
+        """Whether any of these has blocks that have not begun."""
+        with self._changed:
+            return any(job_id in waiting for waiting in self._waiting.values() for job_id in job_ids)
 
     def answers(self) -> list[JobResult]:
         """What has ended since the last call, deadlines that passed meanwhile included."""

@@ -73,6 +73,9 @@ class JobBook:
         self._store_deadlines: OrderedDict[JobId, float] = OrderedDict()
         self._source_of: dict[int, tuple[JobId, int]] = {}
         self._loading: Counter[BlockKey] = Counter()
+        # Of loads that no step's kernels may wait for yet: the GPU blocks they write, the request that waits.
+        self._target_of: dict[int, JobId] = {}
+        self._load_of: dict[str, JobId] = {}
         self._plan = StepPlan()
         self.ignored_answers = 0
 
@@ -124,6 +127,8 @@ class JobBook:
         )
         self._jobs[job.job_id] = job
         self._loading.update(keys)
+        self._target_of.update(dict.fromkeys(gpu_blocks, job.job_id))
+        self._load_of[request_id] = job.job_id
         orders = self._plan.refused if refused else self._plan.loads
         orders.append(self._order(job.job_id, Direction.LOAD, gpu_blocks, slots))
         self._plan.requests[job.job_id] = request_id
@@ -170,6 +175,11 @@ class JobBook:
                 self._loading[key] -= 1
                 if not self._loading[key]:
                     del self._loading[key]
+            for block_id in job.gpu_blocks:
+                if self._target_of.get(block_id) == job.job_id:
+                    del self._target_of[block_id]
+            if self._load_of.get(job.request_id) == job.job_id:
+                del self._load_of[job.request_id]
         return job
 
     def source_reused(self, block_id: int) -> None:
@@ -179,6 +189,25 @@ class JobBook:
             job = self._jobs[entry[0]]
             assert isinstance(job, StoreJob)
             job.lost.add(entry[1])
+
+    def target_completed(self, block_id: int) -> None:
+        """vLLM files the block as complete: if a load still writes it, that load was promised, and this step's kernels
+        may read it."""
+        if (job_id := self._target_of.get(block_id)) is not None:
+            self._need(job_id)
+
+    def request_ended(self, request_id: str) -> None:
+        """Whatever the request's load still writes is about to belong to others."""
+        if (job_id := self._load_of.get(request_id)) is not None:
+            self._need(job_id)
+
+    def _need(self, job_id: JobId) -> None:
+        job = self._jobs[job_id]
+        assert isinstance(job, LoadJob)
+        for block_id in job.gpu_blocks:
+            self._target_of.pop(block_id, None)
+        self._load_of.pop(job.request_id, None)
+        self._plan.needed.append(job_id)
 
     def forget_sources(self) -> None:
         """VRAM forgot every block at once."""

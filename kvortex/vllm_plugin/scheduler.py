@@ -274,6 +274,7 @@ class SchedulerSide:
         with self._lock:
             self.view.refresh()
             self._requests.pop(request.request_id, None)
+            self._jobs.request_ended(request.request_id)
             for group in block_ids:
                 self._residency.used(reversed(group))
 
@@ -362,6 +363,7 @@ class _PoolEvents:
         if in_ram:
             side._ledger.dedup_references += 1
         side._residency.block_cached(block_id, key, in_ram=in_ram)
+        side._jobs.target_completed(block_id)
 
     def block_uncached(self, block_id: int, key: BlockKey) -> None:
         side = self._side

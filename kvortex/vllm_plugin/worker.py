@@ -7,6 +7,7 @@ each step    bind -> the plan; loads submitted, stores submitted after the step'
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from kvortex.errors import UnfitError
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from kvortex.vllm_plugin.setup import EngineFacts
 
 logger = logging.getLogger(__name__)
+
+MAX_PROMISE_S = 0.1
+"""Bound on how far ahead a load's end is promised; a step is rarely longer."""
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that a worker waits at its end for copies under way."""
@@ -43,6 +47,10 @@ class WorkerSide:
         self._stores: list[CopyOrder] = []
         self._refused: list[CopyOrder] = []
         self._waiting: dict[JobId, tuple[str, CopyOrder]] = {}
+        self._promised: set[JobId] = set()
+        self._unpromisable: set[JobId] = set()
+        self._clock = time.monotonic
+        self._collected_at = self._clock()
         self._report: list[JobResult] = []
         self._finished: set[str] = set()
         self._failed: set[str] = set()
@@ -92,6 +100,10 @@ class WorkerSide:
         # Taken before this step's kernels are submitted: none of them reads a block that the step loads into, so a
         # load need not wait for them.
         self._before_kernels = self.engine.fence() if plan.loads else None
+        if needed := [job_id for job_id in plan.needed if job_id in self._promised]:
+            self.engine.hold_kernels(needed)
+        # Of a request that has ended: nobody would make kernels wait for these any more, so they are told at their end.
+        self._unpromisable.update(job_id for job_id in plan.needed if job_id in self._waiting)
         self._loads = plan.loads
         self._stores = plan.stores
         self._refused = plan.refused
@@ -118,13 +130,31 @@ class WorkerSide:
         """Takes what the engine has ended since the last call."""
         if self._engine is None:
             return
+        now = self._clock()
+        step_s, self._collected_at = now - self._collected_at, now
         for result in self._engine.poll():
             self._answer(result)
+        if not self._waiting:
+            return
+        # vLLM hears of a load at the end of a step and runs its request a step later. A load that ends by then is told
+        # now, and the kernels that need it wait for it on the device, should it be late.
+        for job_id in self._engine.promise(min(step_s, MAX_PROMISE_S)):
+            if job_id in self._unpromisable:
+                continue
+            request_id, _ = self._waiting.pop(job_id)
+            self._promised.add(job_id)
+            self._finished.add(request_id)
 
     def _answer(self, result: JobResult) -> None:
         self._report.append(result)
         if result.direction is Direction.STORE:
             return
+        if result.job_id in self._promised:
+            self._promised.remove(result.job_id)
+            # Its request runs already, on bytes that may be wrong: nothing but the device's failure leads here.
+            assert result.outcome is Outcome.DONE, f"a promised load failed: {result.detail}"
+            return
+        self._unpromisable.discard(result.job_id)
         request_id, order = self._waiting.pop(result.job_id)
         self._finished.add(request_id)
         if result.outcome is Outcome.DONE:

@@ -240,3 +240,70 @@ def test_a_ram_of_less_than_one_block_is_refused_before_any_request(tiny_llama):
     refused = pytest.raises(UsageError, match=r"less than one block")
     with refused, engine(tiny_llama, {"ram_cache_size": BLOCK_BYTES - 1}):
         pass
+
+
+def promised(vllm: Engine, name: str) -> JobId:
+    """A request whose load was promised; its bytes come when the kernels are held, not before."""
+    start(vllm, name)
+    (job,) = loads(vllm)
+    vllm.copier.promise_next = [job]
+    return job
+
+
+def test_a_promised_request_runs_behind_its_load(held):
+    right = warm(held)
+    job = promised(held, "a")
+    assert finish(held)["a"] == right
+    assert [job] in held.copier.held_for
+    stats = held.stats()
+    assert stats["tokens"]["ram_hit"] == HIT_BLOCKS * BLOCK_SIZE
+    assert stats["tiers"]["ram"]["pinned_blocks"] == 0
+
+
+def test_kernels_that_do_not_wait_for_a_promised_load_are_found_out(held):
+    """The negative control: without the wait, the request runs on whatever is in its blocks."""
+    right = warm(held)
+    held.copier.hold_kernels = lambda job_ids: None
+    job = promised(held, "a")
+    assert finish(held)["a"] != right
+    held.copier.release(job)
+    finish(held)
+
+
+def test_a_promised_load_keeps_its_slots_until_it_has_ended(held):
+    warm(held)
+    held.copier.hold_kernels = lambda job_ids: None
+    job = promised(held, "a")
+    finish(held)
+    assert held.stats()["tiers"]["ram"]["pinned_blocks"] == HIT_BLOCKS
+    held.copier.release(job)
+    for _ in range(3):
+        held.llm.llm_engine.step()
+    assert held.stats()["tiers"]["ram"]["pinned_blocks"] == 0
+
+
+def test_kernels_wait_for_the_load_of_a_promised_request_that_was_aborted(held):
+    """Its blocks go to others at once; their kernels must not write under the load."""
+    warm(held)
+    job = promised(held, "a")
+    held.llm.llm_engine.step()
+    held.llm.llm_engine.abort_request(["a"])
+    held.ask(prompt(31, 100))
+    assert [job] in held.copier.held_for
+
+
+def test_a_load_is_not_promised_any_more_once_its_request_has_ended(held):
+    warm(held)
+    start(held, "a")
+    (job,) = loads(held)
+    held.llm.llm_engine.abort_request(["a"])
+    free = held.free_blocks
+    held.llm.llm_engine.step()
+    held.copier.promise_next = [job]
+    for _ in range(3):
+        held.llm.llm_engine.step()
+    assert held.free_blocks == free, "vLLM holds the blocks until the load has ended"
+    held.copier.release(job)
+    for _ in range(3):
+        held.llm.llm_engine.step()
+    assert held.free_blocks > free

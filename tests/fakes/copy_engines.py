@@ -29,6 +29,9 @@ class HeldEngine:
         self.orders: list[CopyOrder] = []
         """Every order ever submitted, in order."""
         self.closed = False
+        self.promise_next: list[JobId] = []
+        self.held_for: list[list[JobId]] = []
+        """Each call of `hold_kernels`."""
 
     @property
     def held(self) -> list[JobId]:
@@ -49,6 +52,18 @@ class HeldEngine:
     def poll(self) -> list[JobResult]:
         answers, self._answers = self._answers, []
         return answers
+
+    def promise(self, window_s: float) -> list[JobId]:
+        """What `promise_next` was told to promise, once."""
+        promised, self.promise_next = self.promise_next, []
+        return [job_id for job_id in promised if job_id in self._held]
+
+    def hold_kernels(self, job_ids: Sequence[JobId]) -> None:
+        """As late as a device may be: the promised bytes come now, just before the kernels."""
+        self.held_for.append(list(job_ids))
+        for job_id in job_ids:
+            if job_id in self._held:
+                self.release(job_id)
 
     def close(self, timeout_s: float) -> bool:
         self.closed = True

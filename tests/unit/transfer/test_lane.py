@@ -13,7 +13,7 @@ from kvortex.messages import CopyOrder, IntArray, JobResult, Outcome
 from kvortex.transfer.lane import Lane, LaneBounds
 from kvortex.transfer.queue import OrderQueue, Piece
 from tests.fakes.clock import FakeClock
-from tests.unit.transfer.builders import STORE, order
+from tests.unit.transfer.builders import LOAD, STORE, order
 
 BLOCK = 100
 
@@ -88,6 +88,7 @@ class FakeEnd:
 class FakePinning:
     def __init__(self, pinned_slots: int = 1000, *, is_pinning: bool = False) -> None:
         self.pinned_slots, self.is_pinning = pinned_slots, is_pinning
+        self.refusal = ""
 
     def is_pinned(self, slots: IntArray) -> bool:
         return int(slots.max()) < self.pinned_slots
@@ -103,7 +104,7 @@ class Bench:
         self.stream = FakeStream()
         self.slab = slab or FakePinning()
         queue = OrderQueue(1000, 1000, BLOCK, self.clock)
-        bounds = LaneBounds(piece * BLOCK, ahead * BLOCK, inline_pieces)
+        bounds = LaneBounds(piece * BLOCK, ahead * BLOCK, inline_pieces, bytes_per_s=BLOCK)
         self.lane = Lane("test", queue, self.stream, self.slab, bounds, BLOCK, self.clock)
         self.fence = FakeFence()
         self.num_collects = 0
@@ -375,4 +376,69 @@ def test_many_orders_over_a_stream_that_runs_by_itself_are_each_answered_once(in
     assert bench.stream.copied == [8 * job + i for job, count in enumerate(sizes.tolist()) for i in range(count)]
     stop.set()
     thread.join()
+    bench.end()
+
+
+def same(blocks: list[int]) -> list[tuple[int, int]]:
+    """Each block in the slot of its own number."""
+    return [(block, block) for block in blocks]
+
+
+def test_loads_that_end_within_the_window_are_promised_once_in_order():
+    """The bench's link moves a block a second."""
+    bench = Bench()
+    bench.add(order(1, LOAD, same([1, 2, 3])), order(2, LOAD, same([4, 5])), order(3, LOAD, same([6])))
+    assert bench.lane.promise(2.9) == []
+    assert bench.lane.promise(5.0) == [1, 2]
+    assert bench.lane.promise(5.0) == []
+    assert bench.lane.promise(6.0) == [3]
+    bench.end()
+
+
+def test_stores_are_never_promised():
+    bench = Bench()
+    bench.add(order(1, STORE, same([1])))
+    assert bench.lane.promise(100.0) == []
+    bench.end()
+
+
+def test_a_promised_load_has_no_deadline_any_more():
+    bench = Bench()
+    bench.add(order(1, LOAD, same([1, 2, 3]), deadline_s=10.0), order(2, LOAD, same([4, 5, 6]), deadline_s=10.0))
+    assert bench.lane.promise(3.0) == [1]
+    bench.clock.advance(60.0)
+    bench.stream.run()
+    answers = {answer.job_id: answer.outcome for answer in bench.collect(2)}
+    assert answers == {1: Outcome.DONE, 2: Outcome.TIMED_OUT}
+    bench.end()
+
+
+def test_the_end_of_a_promised_load_is_behind_all_of_its_pieces_even_those_that_did_not_fit_before():
+    bench = Bench(ahead=2)
+    bench.add(order(1, LOAD, same([1, 2, 3, 4, 5])), order(2, LOAD, same([6, 7])))
+    assert bench.stream.copied == [1, 2]
+    assert bench.lane.promise(5.0) == [1]
+    end = bench.lane.end_of({1})
+    assert bench.stream.copied == [1, 2, 3, 4, 5], "and nothing of the other load"
+    assert end is not None
+    assert not end.is_reached()
+    bench.stream.run(len(bench.stream.enqueued))
+    assert end.is_reached()
+    bench.end()
+
+
+def test_a_promised_load_that_has_ended_holds_nobody():
+    bench = Bench(ahead=10)
+    bench.add(order(1, LOAD, same([1, 2])))
+    assert bench.lane.promise(5.0) == [1]
+    bench.stream.run()
+    assert bench.lane.end_of({1}) is None
+    bench.end()
+
+
+def test_nothing_is_promised_where_memory_could_not_be_pinned():
+    bench = Bench()
+    bench.slab.refusal = "no more"
+    bench.add(order(1, LOAD, same([1])))
+    assert bench.lane.promise(100.0) == []
     bench.end()
