@@ -7,6 +7,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvortex import __version__
+from kvortex_cli.bench import bench_app
 from kvortex_cli.console import run_reporting_errors
 from kvortex_cli.doctor import doctor
 from kvortex_cli.init import init
@@ -51,6 +52,7 @@ app.command("doctor")(doctor)
 app.command("init")(init)
 app.command("serve", cls=ServeCommand, options_metavar="[OPTIONS] [VLLM OPTIONS]")(serve)
 app.command("inspect")(inspect_command)
+app.add_typer(bench_app)
 
 
 def main() -> NoReturn:

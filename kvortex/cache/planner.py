@@ -6,8 +6,8 @@ blocks that it may take at once, a step that computes more than a batch does not
 on the path of an allocation. A threshold of 0 is write-through.
 
 How much room a burst of allocations needs depends on the load, not on a share: sixteen conversations that return in one
-step may take three quarters of VRAM at once. Each block that VRAM takes before it was copied is a block too little
-room, so both marks move down by it, and come back up over `RECOVERY_S` without such a loss.
+step may take three quarters of VRAM at once. A block that VRAM takes before it was copied says that the marks are too
+high for this load: they drop to write-through, and come back up over `RECOVERY_S` without such a loss.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class OffloadPlanner:
         regained = self._capacity_blocks * (self._clock() - self._extra_room_at) / RECOVERY_S
         return max(0.0, self._extra_room - regained)
 
-    def lost(self, num_blocks: int = 1) -> None:
-        """VRAM took resident blocks for something else before they were copied."""
-        self._extra_room = min(self._capacity_blocks, self.extra_room_blocks + num_blocks)
+    def block_lost(self) -> None:
+        """VRAM took a resident block for something else before it was copied."""
+        self._extra_room = float(self._capacity_blocks)
         self._extra_room_at = self._clock()
 
     def ended(self, num_blocks: int) -> None:

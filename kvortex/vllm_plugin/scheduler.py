@@ -373,7 +373,7 @@ class _PoolEvents:
             side._jobs.source_reused(block_id)
             if not clean:
                 side._ledger.vram_lost += 1
-                side.planner.lost()
+                side.planner.block_lost()
 
     def prefix_cache_reset(self) -> None:
         self._side.prefix_cache_reset()

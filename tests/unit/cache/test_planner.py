@@ -165,19 +165,19 @@ def test_watermarks_in_the_wrong_order_are_our_bug(target):
         Watermarks(threshold=0.85, target=target, batch_blocks=1, idle_after_s=1.0)
 
 
-def test_blocks_lost_before_they_were_copied_make_that_much_more_room():
-    """A burst of allocations took 40 blocks that had no copy: the next one shall find 40 more clean ones."""
+def test_a_block_lost_before_it_was_copied_makes_storing_write_through():
+    """A burst of allocations outran the copies: the next one shall find nothing but clean blocks."""
     world = World(batch_blocks=100)
     world.fill(*range(80))
     assert world.step() == []
-    world.planner.lost(40)
-    assert len(world.step()) == 80 - (75 - 40)
+    world.planner.block_lost()
+    assert len(world.step()) == 80
 
 
-def test_the_room_is_given_back_when_no_more_blocks_are_lost():
+def test_the_marks_come_back_when_no_more_blocks_are_lost():
     world = World(batch_blocks=100)
-    world.planner.lost(1000)
-    assert world.planner.extra_room_blocks == CAPACITY, "never more than VRAM has"
+    world.planner.block_lost()
+    assert world.planner.extra_room_blocks == CAPACITY
     world.clock.advance(RECOVERY_S / 2)
     assert world.planner.extra_room_blocks == CAPACITY / 2
     world.clock.advance(RECOVERY_S)

@@ -1,0 +1,199 @@
+"""`kvortex bench serve` and `bench compare` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvortex.bench import compare as compare_module
+from kvortex_cli.bench_compare import take_options
+from tests.cli.test_help import HEAVY, run
+from tests.fakes.stub_server import Behaviour, stub_server
+
+SMALL = ("--conversations", "4", "--turns", "2", "--first", "6", "--add", "2", "--gen", "4", "--concurrency", "2")
+# What a comparison starts instead of vLLM.
+STUB_MODULE = "tests.fakes.stub_server"
+
+
+def test_serve_prints_a_table_with_its_conditions(kvortex: Any) -> None:
+    with stub_server([Behaviour.GOOD]) as server:
+        result = kvortex("bench", "serve", "--url", server.url + "/v1/", *SMALL)
+    assert result.code == 0, result.err
+    assert "8 / 0" in result.out
+    for named in ("workload: 4 conversations of 2 turns", "seed 0", "hardware: ", "versions: ", "vLLM 0.32.0"):
+        assert named in result.out
+    assert "turn 2 of 2" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_serve_prints_json_and_nothing_else_on_stdout(kvortex: Any, tmp_path: Path) -> None:
+    with stub_server([Behaviour.GOOD]) as server:
+        result = kvortex("bench", "serve", "--url", server.url, *SMALL, "--json", "--html", "page.html", "--seed", "7")
+    document = json.loads(result.out)
+    assert document["requests"]["ok"] == 8
+    assert document["workload"]["seed"] == 7
+    assert document["server"]["vllm"] == "0.32.0"
+    assert document["figures"]["output_tokens_per_s"] > 0
+    assert "8 / 0" in Path("page.html").read_text()
+
+
+def test_a_password_in_the_address_is_shown_nowhere(kvortex: Any) -> None:
+    with stub_server([Behaviour.GOOD]) as server:
+        url = server.url.replace("//", "//me:PASSWORD@")
+        result = kvortex("bench", "serve", "--url", url, *SMALL, "--json", "--html", "page.html")
+    assert result.code == 0, result.err
+    assert "PASSWORD" not in result.out + result.err + Path("page.html").read_text()
+
+
+def test_serve_exits_with_one_over_the_allowed_share_and_still_shows_the_result(kvortex: Any) -> None:
+    behaviours = [*[Behaviour.GOOD] * 8, Behaviour.STATUS_500]
+    for share, code in (("0.2", 0), ("0.1", 1)):
+        with stub_server(behaviours) as server:
+            result = kvortex("bench", "serve", "--url", server.url, *SMALL, "--max-failures", share)
+        assert result.code == code
+        assert "7 / 1" in result.out
+    assert "error: 1 of 8 requests failed" in result.err
+    assert "http_status 500" in result.out
+
+
+def test_serve_exits_with_one_if_all_fail_whatever_is_allowed(kvortex: Any) -> None:
+    with stub_server([Behaviour.GOOD, Behaviour.EMPTY]) as server:
+        result = kvortex("bench", "serve", "--url", server.url, *SMALL, "--max-failures", "1", "--json")
+    assert result.code == 1
+    document = json.loads(result.out)
+    assert document["requests"]["failures"] == {"empty_stream": 8}
+    assert document["figures"]["ttft_p50_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--url", "localhost:8000"), 2, "'localhost:8000' is not an address"),
+        (("--url", "http://127.0.0.1:9"), 1, "no answer from http://127.0.0.1:9"),
+        (("--url", "http://me:PW@127.0.0.1:9"), 1, "no answer from http://***@127.0.0.1:9"),
+        (("--conversations", "0"), 2, "--conversations"),
+        (("--vocab", "5"), 2, "--vocab '5' is no range"),
+        (("--timeout", "0"), 2, "--timeout: takes more than 0 seconds"),
+        (("--timeout", "soon"), 2, "--timeout: 'soon' is not a duration"),
+        (("--html", "no/such/dir/x.html"), 2, "--html no/such/dir/x.html cannot be written"),
+        (("--first", "100000"), 2, "a conversation grows to 100010 tokens, and the server takes 100000"),
+    ],
+)
+def test_serve_refuses_a_wrong_call_with_one_message(
+    kvortex: Any, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    with stub_server([Behaviour.GOOD]) as server:
+        result = kvortex("bench", "serve", "--url", server.url, *SMALL, *arguments)
+    assert result.code == code
+    assert message in result.err
+    assert result.out == ""
+    assert "Traceback" not in result.err
+
+
+@pytest.fixture
+def stub_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison starts stubs; the model's name says how they behave."""
+    monkeypatch.setattr(compare_module, "SERVER_MODULE", STUB_MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+COMPARE = ("bench", "compare", "good", "--engines", "none,kvortex", "--set", "kv_cache.ram_cache_size=1MB", *SMALL)
+
+
+@pytest.mark.usefixtures("stub_engines")
+def test_compare_prints_a_table_and_takes_vllms_options(kvortex: Any) -> None:
+    result = kvortex(*COMPARE, "--max-model-len=64", "-tp", "1", "--logs", "logs", "--html", "page.html")
+    assert result.code == 0, result.err
+    assert result.out.count("8 / 0") == 2
+    assert "1.00x" in result.out
+    assert "engine kvortex: KVortex, 1 MB of RAM for KV: VLLM_PLUGINS=" in result.out
+    assert "--max-model-len 64" in result.out
+    assert sorted(p.name for p in Path("logs").iterdir()) == ["kvortex-1.log", "none-1.log", "result.json"]
+    assert "8 / 0" in Path("page.html").read_text()
+
+
+@pytest.mark.usefixtures("stub_engines")
+def test_compare_exits_with_one_if_kvortex_was_not_measured(kvortex: Any) -> None:
+    result = kvortex("bench", "compare", "dies_at_start", *COMPARE[3:], "--json", "--logs", "logs")
+    assert result.code == 1
+    document = json.loads(result.out)
+    assert [engine["runs"][0]["outcome"] for engine in document["engines"]] == ["failed", "failed"]
+    assert document["problems"] == ["no engine was measured", "kvortex was not measured"]
+    assert "error: no engine was measured" in result.err
+    assert json.loads(Path("logs/result.json").read_text())["engines"] == document["engines"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--engines", "none,kvotex"), 'did you mean "kvortex"?'),
+        (("--turn", "3"), "did you mean --turns?"),
+        (("--port", "8000"), "--port: is not for a comparison"),
+        (("--enforce-eagerly",), "did you mean --enforce-eager?"),
+        (("--runs", "0"), "--runs"),
+        (("--runs",), "--runs"),
+        (("--max-model-len", "8"), "grows to 16 tokens, and the server takes 8"),
+    ],
+)
+def test_compare_refuses_a_wrong_call_before_starting_anything(
+    kvortex: Any, arguments: tuple[str, ...], message: str
+) -> None:
+    result = kvortex(*COMPARE, *arguments)
+    assert result.code == 2
+    assert message in result.err
+    assert "starting" not in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("clean_environment")
+def test_an_interrupted_comparison_leaves_no_server(number: signal.Signals) -> None:
+    code = (
+        f"from kvortex.bench import compare\ncompare.SERVER_MODULE = '{STUB_MODULE}'\n"
+        "from kvortex_cli.main import main\nmain()"
+    )
+    arguments = ["bench", "compare", "good,hang", *COMPARE[3:], "--logs", "logs"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "ready after" in line:
+                break
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert family
+        time.sleep(0.3)  # into the load, or the requests before it: it must not matter
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "error: interrupted" in err
+    assert not [child for child in family if child.is_running()]
+
+
+@pytest.mark.parametrize("command", ["serve", "compare"])
+def test_help_imports_nothing_heavy(command: str) -> None:
+    done = run("bench", command, "--help")
+    assert done.returncode == 0
+    assert "--conversations" in done.stdout
+    assert set(json.loads(done.stderr)).isdisjoint(HEAVY)
+
+
+def test_own_options_are_taken_from_among_vllms() -> None:
+    flags = {"--seed": False, "--json": True, "--max-failures": False}
+    arguments = ["M", "-tp", "2", "--seed", "3", "--json", "--max_failures=0.5", "--set", "seed=1", "--", "--seed", "4"]
+    taken, left = take_options(arguments, flags)
+    assert taken == ["--seed", "3", "--json", "--max-failures=0.5"]
+    assert left == ["M", "-tp", "2", "--set", "seed=1", "--", "--seed", "4"]
