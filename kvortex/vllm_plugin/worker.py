@@ -155,7 +155,10 @@ class WorkerSide:
             assert result.outcome is Outcome.DONE, f"a promised load failed: {result.detail}"
             return
         self._unpromisable.discard(result.job_id)
-        request_id, order = self._waiting.pop(result.job_id)
+        waiting = self._waiting.pop(result.job_id, None)
+        if waiting is None:
+            return  # told before; the scheduler side counts it
+        request_id, order = waiting
         self._finished.add(request_id)
         if result.outcome is Outcome.DONE:
             return
