@@ -168,6 +168,8 @@ def test_an_interrupted_comparison_leaves_no_server(number: signal.Signals) -> N
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        # A background job, as of a CI runner, is born deaf to SIGINT or SIGHUP, and so are its children.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
