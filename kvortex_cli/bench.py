@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvortex_cli.bench_compare import CompareCommand, bench_compare
+from kvortex_cli.bench_replay import bench_replay
 from kvortex_cli.bench_serve import bench_serve
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def bench(ctx: typer.Context) -> None:
 
 
 bench_app.command("serve")(bench_serve)
+bench_app.command("replay")(bench_replay)
 bench_app.command("compare", cls=CompareCommand, options_metavar="[OPTIONS] [VLLM OPTIONS]")(bench_compare)
 
 

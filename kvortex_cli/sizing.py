@@ -60,7 +60,11 @@ def suggest(ram: Ram, gpus: Sequence[Gpu], shape: KVShape | None) -> Sizing:
         ),
         kv_cache=(
             Suggestion("ram_cache_size", f'"{size_text(size)}"', f"the whole server: {why_size}"),
-            Suggestion("num_streams", str(streams), "copy streams a GPU; four fill a PCIe link"),
+            Suggestion(
+                "num_streams",
+                str(streams),
+                "copy threads without a GPU; a GPU takes one stream a direction, and more gain nothing",
+            ),
             Suggestion("block_size", str(block_size), why_block),
         ),
     )

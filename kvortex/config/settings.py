@@ -15,7 +15,7 @@ from kvortex.config.names import nearest
 from kvortex.errors import ConfigError, Place
 from kvortex.sizes import BadValueError, describe, format_bytes, parse_duration, parse_size
 
-EVICTION_POLICIES: Final = ("lru",)
+EVICTION_POLICIES: Final = ("adaptive", "lru", "priority")
 MAX_STREAMS: Final = 64
 BLOCK_SIZE_STEP: Final = 16
 _MAX_DEFAULT_RAM_BYTES: Final = 256 * 10**9
@@ -91,7 +91,7 @@ class KVCacheSettings(BaseModel):
         idle_after: seconds after which an unused block is a first candidate.
         ram_cache_size: bytes of host RAM for blocks, the whole server, split over its GPUs.
         prefetch_enabled: loads may begin before the request that needs them.
-        num_streams: copy streams a GPU.
+        num_streams: copy threads without a GPU; on a GPU, 1 has both directions share a stream, more have one each.
         block_size: tokens a block; vLLM's `--block-size`.
         eviction_policy: one of EVICTION_POLICIES.
         transfer_timeout: seconds after which one copy order is given up and counted as failed.
