@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -69,10 +70,18 @@ class Engine:
 
     def evict_vram(self) -> None:
         """Pushes unrelated prompts until nothing of earlier ones is left in vLLM's pool; a reset would empty RAM."""
+        if self.scheduler.connector is not None:
+            self.settle()  # a store under way would lose its block
         pool = self.scheduler.kv_cache_manager.block_pool
         tokens = (pool.num_gpu_blocks - 2) * BLOCK_SIZE
         self.ask(prompt(random.randrange(10**9), min(tokens, 1000)), greedy(1))
         self.ask(prompt(random.randrange(10**9), min(tokens, 1000)), greedy(1))
+
+    def settle(self, within_s: float = 30.0) -> None:
+        """Steps until no copy is unanswered; at once where the test ends copies by hand."""
+        deadline = time.monotonic() + within_s
+        while self.side.busy and time.monotonic() < deadline and not getattr(self, "copier", None):
+            self.llm.llm_engine.step()
 
     def stats(self) -> dict[str, Any]:
         """The snapshot, after checking what must hold whatever was done."""
