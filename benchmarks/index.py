@@ -30,6 +30,8 @@ from kvortex.keys import BlockKey
 
 BATCH = 1000
 """Blocks of one operation."""
+PROMPT = 100
+"""Blocks of one prompt."""
 
 
 class Stopwatch:
@@ -60,8 +62,16 @@ def full_index(batches: list[list[BlockKey]], policy: str) -> BlockIndex:
     num_slots = BATCH * len(batches)
     index = BlockIndex(num_slots, make_policy(policy, num_slots))
     for keys in batches:
+        ask(index, keys)
         store(index, keys)
     return index
+
+
+def ask(index: BlockIndex, keys: list[BlockKey]) -> None:
+    """One prompt after another, with an answer of 200 tokens each."""
+    for start in range(0, len(keys), PROMPT):
+        index.prompt(keys[start : start + PROMPT], 128 * PROMPT)
+        index.answered(keys[start : start + PROMPT], 200)
 
 
 def store(index: BlockIndex, keys: list[BlockKey]) -> Reservation:
@@ -96,8 +106,22 @@ def measure(num_batches: int, policy: str, runs: int, seed: int) -> list[dict[st
             index.pin(slots)
         with watch.timing("unpin"):
             index.unpin(slots)
+    for run in range(runs):
+        start = run % len(batches)
+        prompt = [BlockKey(bytes(bytearray(key))) for key in batches[start][:PROMPT]]
+        with watch.timing(f"prompt of {PROMPT} blocks, all found"):
+            index.prompt(prompt, 128 * PROMPT)
+        with watch.timing(f"answer to a prompt of {PROMPT} blocks"):
+            index.answered(prompt, 100)
+        absent = new_keys(PROMPT)
+        with watch.timing(f"prompt of {PROMPT} blocks, all new"):
+            index.prompt(absent, 128 * PROMPT)
+        with watch.timing(f"make_room for {PROMPT} blocks"):
+            room = index.make_room(absent)
+        store(index, list(room.keys))
     for _ in range(2 * num_batches):  # everything is replaced twice, to meet what happens seldom
         keys = new_keys()
+        ask(index, keys)
         with watch.timing("reserve, evicting all, and publish"):
             reservation = store(index, keys)
         assert len(reservation.evicted) == BATCH, len(reservation.evicted)
@@ -113,6 +137,7 @@ def bytes_per_block(num_batches: int, policy: str) -> float:
     tracemalloc.start()
     index = full_index(first, policy)
     for keys in second:
+        ask(index, keys)
         store(index, keys)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -127,7 +152,7 @@ def cpu_model() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times the index of the RAM tier, full, in batches of 1000.")
+    parser = argparse.ArgumentParser(description="Times the index of the RAM tier, full.")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="multiple of 1000 (default: %(default)s)")
     parser.add_argument("--policy", choices=sorted(EVICTION_POLICIES), default="lru")
     parser.add_argument("--runs", type=int, default=200, help="of each operation (default: %(default)s)")

@@ -20,10 +20,10 @@ from collections.abc import Iterable, Sequence
 
 from kvortex.cache.key_table import KeyTable
 from kvortex.cache.policies.base import BlockInfo, EvictionPolicy
-from kvortex.cache.slots import Completed, KeyState, RefusalReason, Refused, Reservation, SlotState
+from kvortex.cache.slots import Completed, KeyState, RefusalReason, Refused, Reservation, Room, SlotState
 from kvortex.keys import BlockKey
 
-__all__ = ["BlockIndex", "Completed", "KeyState", "RefusalReason", "Refused", "Reservation", "SlotState"]
+__all__ = ["BlockIndex", "Completed", "KeyState", "RefusalReason", "Refused", "Reservation", "Room", "SlotState"]
 
 # Plain ints: comparing a byte with an IntEnum member is several times slower.
 _FREE, _WRITING, _READY, _DOOMED = (int(state) for state in SlotState)
@@ -118,6 +118,21 @@ class BlockIndex:
         """READY slots without a pin. `reserve` grants up to `free + evictable` keys."""
         return self.ready - (len(self._pins) - len(self._doomed_pinned))
 
+    # ---- requests: for the policy, which learns from them
+
+    def prompt(self, keys: Sequence[BlockKey], num_tokens: int) -> None:
+        """A request was admitted; once each, before its blocks are pinned or stored.
+
+        Args:
+            keys: of every complete block of its prompt in one KV group, head first, held here or not. A model of
+                several groups makes one call for each.
+        """
+        self._policy.prompt(keys, num_tokens)
+
+    def answered(self, keys: Sequence[BlockKey], num_output_tokens: int) -> None:
+        """A request that `prompt` told of is over; `keys` may go on with the blocks that its answer completed."""
+        self._policy.answered(keys, num_output_tokens)
+
     # ---- loading: pins and recency
 
     def pin(self, slots: Sequence[int]) -> None:
@@ -195,6 +210,22 @@ class BlockIndex:
         self._writing.update(zip(keys, slots, strict=True))
         return Reservation(tuple(slots), tuple(evicted))
 
+    def make_room(self, keys: Sequence[BlockKey]) -> Room:
+        """Frees slots for those of `keys` that the policy values more than what would go for them.
+
+        A following `reserve` of the answer's keys evicts nothing, and is granted.
+
+        Args:
+            keys: distinct and absent, heads before tails.
+        """
+        lacking = len(keys) - self.free
+        if lacking <= 0:
+            return Room(tuple(keys), ())
+        victims, declined = self._policy.choose(keys, lacking)
+        assert len(victims) + len(declined) == lacking, f"{len(victims)} + {len(declined)} chosen, not {lacking}"
+        evicted = self._give_up(victims)
+        return Room(tuple(key for key in keys if key not in declined), tuple(evicted))
+
     def publish(self, slots: Sequence[int]) -> Completed:
         """The bytes in these slots are complete: WRITING ones are READY, DOOMED ones FREE.
 
@@ -269,15 +300,20 @@ class BlockIndex:
     def _evict(self, count: int) -> list[BlockKey]:
         """Frees `count <= evictable` slots and returns the keys they had."""
         victims = self._policy.evict(count)
+        assert len(victims) == count, f"the policy gave up {len(victims)} slots, not {count}"
+        return self._give_up(victims)
+
+    def _give_up(self, victims: list[int]) -> list[BlockKey]:
         # A policy that breaks its contract must not cost anybody's bytes.
         self._assert_ready(victims)
-        assert len(set(victims)) == count, f"the policy gave up {len(set(victims))} slots, not {count}"
+        distinct = len(set(victims))
+        assert distinct == len(victims), f"the policy gave up {distinct} slots, not {len(victims)}"
         pinned = self._pins.keys() & victims
         assert not pinned, f"the policy gave up {len(pinned)} pinned slots: {sorted(pinned)[:8]}"
         evicted = [self._keys[slot] for slot in victims]
         self._ready.remove(evicted)
         self._release(victims)
-        self.evictions += count
+        self.evictions += len(victims)
         return evicted
 
     def _end_stores(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -56,6 +56,12 @@ class KeyTable:
             shards[key[0]][key] = slot
         self._size += len(keys)
 
+    def move(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
+        """Gives keys that are here other slots; the key objects held stay the same."""
+        shards = self._shards
+        for key, slot in zip(keys, slots, strict=True):
+            shards[key[0]][key] = slot
+
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Removes keys that are here."""
         shards = self._shards

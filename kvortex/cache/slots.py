@@ -42,6 +42,18 @@ class Reservation:
     evicted: tuple[BlockKey, ...]
 
 
+class Room(NamedTuple):
+    """Free slots made for a store.
+
+    Attributes:
+        keys: those that are worth storing, in the order given; the others had better be left.
+        evicted: keys that were given up for them; gone already.
+    """
+
+    keys: tuple[BlockKey, ...]
+    evicted: tuple[BlockKey, ...]
+
+
 class RefusalReason(Enum):
     """TOO_LARGE: more than the index ever holds. IN_USE: too many slots are pinned, written or doomed now."""
 

@@ -70,7 +70,9 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats: StatsServer | None = None
         if role is KVConnectorRole.SCHEDULER:
             groups = compat.group_shapes(kv_cache_config)
-            policy = make_policy(facts.settings.eviction_policy, facts.num_slots)
+            policy = make_policy(
+                facts.settings.eviction_policy, facts.num_slots, idle_after_s=facts.settings.idle_after
+            )
             index = BlockIndex(facts.num_slots, policy, namespace=facts.namespace)
             self._scheduler = SchedulerSide(facts, index, groups, drop_last_block=compat.drops_last_block(vllm_config))
             if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":

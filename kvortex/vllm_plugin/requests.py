@@ -22,11 +22,13 @@ class RequestState:
         hit: the last answer given to vLLM, used if it allocates for it.
         counted: its prompt tokens are in the ledger, or will be when its load ends.
         load_failed: a load failed it once; it is computed from then on.
+        prompted: the eviction policy has heard of its prompt, and is to hear of its answer.
     """
 
     hit: PrefixHit | None = None
     counted: bool = False
     load_failed: bool = False
+    prompted: bool = False
     _keys: dict[int, list[BlockKey]] = field(default_factory=dict)
 
     def keys(self, request: Request, group: GroupShape, hash_block_size: int) -> Sequence[BlockKey]:

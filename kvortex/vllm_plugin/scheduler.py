@@ -119,6 +119,11 @@ class SchedulerSide:
                 return  # the second call for one load
             first_time = not state.counted and request.num_preemptions == 0
             state.counted = True
+            if first_time:
+                state.prompted = True
+                for group in self._groups:
+                    keys = state.keys(request, group, self.view.hash_block_size)
+                    self._index.prompt(keys, request.num_tokens)
             self._touch_local(request, state, hit.local_tokens)
             computed = request.num_tokens - hit.local_tokens - ram_tokens
             if ram_tokens == 0:
@@ -273,10 +278,14 @@ class SchedulerSide:
         """The request is over, by whatever cause; vLLM frees its blocks after this, the prompt's tail first."""
         with self._lock:
             self.view.refresh()
-            self._requests.pop(request.request_id, None)
+            state = self._requests.pop(request.request_id, None)
+            if state is not None and state.prompted:
+                for group in self._groups:
+                    keys = state.keys(request, group, self.view.hash_block_size)
+                    self._index.answered(keys, request.num_output_tokens)
             self._jobs.request_ended(request.request_id)
-            for group in block_ids:
-                self._residency.used(reversed(group))
+            for ids in block_ids:
+                self._residency.used(reversed(ids))
 
     def reset(self) -> None:
         """Forgets every block in RAM; copies under way end without being seen again."""

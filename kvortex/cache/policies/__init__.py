@@ -3,29 +3,61 @@
 from __future__ import annotations
 
 import difflib
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from kvortex.cache.policies.base import BlockInfo, EvictionPolicy
+from kvortex.cache.policies.adaptive import Adaptive
+from kvortex.cache.policies.base import BlockInfo, Choice, EvictionPolicy
 from kvortex.cache.policies.lru import LRU
+from kvortex.cache.policies.priority import Priority
 from kvortex.errors import UsageError
 
-__all__ = ["EVICTION_POLICIES", "LRU", "BlockInfo", "EvictionPolicy", "make_policy"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "EVICTION_POLICIES",
+    "LRU",
+    "Adaptive",
+    "BlockInfo",
+    "Choice",
+    "EvictionPolicy",
+    "Priority",
+    "make_policy",
+]
 
-EVICTION_POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType({"lru": LRU})
-"""From a policy's name to what makes one for a number of slots."""
+Clock = Callable[[], float]
+
+_MAKERS: Mapping[str, Callable[[int, Clock, float], EvictionPolicy]] = MappingProxyType(
+    {
+        "adaptive": lambda num_slots, clock, _: Adaptive(num_slots, clock=clock),
+        "lru": lambda num_slots, _clock, _idle: LRU(num_slots),
+        "priority": lambda num_slots, clock, idle: Priority(num_slots, clock=clock, idle_after_s=idle),
+    }
+)
+
+EVICTION_POLICIES: tuple[str, ...] = tuple(_MAKERS)
+"""Their names."""
+
+DEFAULT_POLICY = "adaptive"
+"""What `default` stands for."""
 
 
-def make_policy(name: str, num_slots: int) -> EvictionPolicy:
+def make_policy(
+    name: str, num_slots: int, *, clock: Clock = time.monotonic, idle_after_s: float = 30.0
+) -> EvictionPolicy:
     """A new policy for an index of `num_slots`.
+
+    Args:
+        clock: seconds, for policies that look at ages.
+        idle_after_s: a block unused for this long is a first candidate, for policies that ask.
 
     Raises:
         UsageError: no policy has this name.
     """
-    factory = EVICTION_POLICIES.get(name)
-    if factory is None:
+    maker = _MAKERS.get(name)
+    if maker is None:
         near = difflib.get_close_matches(name, EVICTION_POLICIES, n=1)
         known = ", ".join(sorted(EVICTION_POLICIES))
         hint = f"did you mean {near[0]!r}? Known: {known}" if near else f"one of: {known}"
         raise UsageError(f"eviction_policy {name!r} does not exist", hint=hint)
-    return factory(num_slots)
+    return maker(num_slots, clock, idle_after_s)

@@ -6,6 +6,9 @@ The index says what happens to slots; the policy only orders them. In the policy
                                 |  evict, removed                  |  removed
                                 +------------> (unknown) <---------+
 
+Beside that it hears of prompts, whatever RAM holds of them: which blocks follow each other, what is asked for again,
+and after how long. A policy may pass this over; one that does not must do with blocks it never heard of.
+
 Batches may be empty, hold each slot once, except in `used`, and list a prompt's blocks from its head to its
 tail. A block without the ones before it is never hit: a policy should give up a batch's tail before its head.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvortex.keys import BlockKey
 
@@ -32,11 +35,42 @@ class BlockInfo:
     positions: Sequence[int]
 
 
+class Choice(NamedTuple):
+    """Whom new blocks displace.
+
+    Attributes:
+        victims: slots given up, and forgotten.
+        declined: new blocks that had better not be stored.
+    """
+
+    victims: list[int]
+    declined: frozenset[BlockKey]
+
+
 class EvictionPolicy(Protocol):
     """Orders the slots of one index. No call but `reset` takes longer the more slots are held."""
 
     def __len__(self) -> int:
         """How many slots `evict` may choose from."""
+        ...
+
+    def prompt(self, keys: Sequence[BlockKey], num_tokens: int) -> None:
+        """A request was admitted.
+
+        Args:
+            keys: of every complete block of its prompt in one KV group, head first, in RAM or not. A model of several
+                groups makes one call for each.
+            num_tokens: length of the prompt.
+        """
+        ...
+
+    def answered(self, keys: Sequence[BlockKey], num_output_tokens: int) -> None:
+        """A request is over, by whatever cause.
+
+        Args:
+            keys: as given to `prompt`, with those of the blocks that its answer completed behind them.
+            num_output_tokens: length of the answer.
+        """
         ...
 
     def admitted(self, slots: Sequence[int], blocks: BlockInfo) -> None:
@@ -66,6 +100,24 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def choose(self, keys: Sequence[BlockKey], count: int) -> Choice:
+        """Chooses `count` of the evictable slots and of these new blocks, least valuable first. Atomic.
+
+        Args:
+            keys: distinct and not held, heads before tails. The blocks not declined are admitted later.
+            count: `<= len(self) + len(keys)`.
+        """
+        ...
+
     def reset(self) -> None:
         """Forgets every slot, and all that was learnt of their keys."""
         ...
+
+
+def displace(policy: EvictionPolicy, keys: Sequence[BlockKey], count: int) -> Choice:
+    """`choose` for a policy to which new blocks are worth more than all it holds: declines what cannot be had, tails
+    first."""
+    victims = policy.evict(min(count, len(policy)))
+    left = count - len(victims)
+    assert left <= len(keys), f"choose {count} of {len(victims)} evictable slots and {len(keys)} new blocks"
+    return Choice(victims, frozenset(keys[len(keys) - left :]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from kvortex.cache.policies.base import BlockInfo
+from kvortex.cache.policies.base import BlockInfo, Choice, displace
+from kvortex.keys import BlockKey
 
 _OUTSIDE = -1
 
@@ -34,6 +35,12 @@ class LRU:
         self._older = array("i", [_OUTSIDE]) * (anchor + 1)
         self._newer[anchor] = self._older[anchor] = anchor
         self._count = 0
+
+    def prompt(self, keys: Sequence[BlockKey], num_tokens: int) -> None:
+        pass
+
+    def answered(self, keys: Sequence[BlockKey], num_output_tokens: int) -> None:
+        pass
 
     def admitted(self, slots: Sequence[int], blocks: BlockInfo) -> None:  # noqa: ARG002
         self._append(slots)
@@ -69,6 +76,9 @@ class LRU:
         older[slot] = anchor
         self._count -= count
         return victims
+
+    def choose(self, keys: Sequence[BlockKey], count: int) -> Choice:
+        return displace(self, keys, count)
 
     def _append(self, slots: Sequence[int]) -> None:
         """Adds slots from outside the ring as its newest; the first of them ends up newest."""

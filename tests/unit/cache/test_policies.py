@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvortex.cache.policies import EVICTION_POLICIES, BlockInfo, EvictionPolicy, make_policy
+from kvortex.cache.policies import EVICTION_POLICIES, Adaptive, BlockInfo, EvictionPolicy, make_policy
 from kvortex.errors import UsageError
-from kvortex.keys import block_key
+from kvortex.keys import BlockKey, block_key
+from tests.fakes.clock import FakeClock
 
 NUM_SLOTS = 8
 
@@ -25,8 +26,11 @@ def lru() -> EvictionPolicy:
 
 def admit(policy: EvictionPolicy, slots: Sequence[int]) -> None:
     """Blocks whose keys and positions follow from their slots."""
-    keys = [block_key(slot.to_bytes(32, "little"), 0) for slot in slots]
-    policy.admitted(slots, BlockInfo(keys, list(slots)))
+    policy.admitted(slots, BlockInfo(keys_of(slots), list(slots)))
+
+
+def keys_of(numbers: Sequence[int], group: int = 0) -> list[BlockKey]:
+    return [block_key(number.to_bytes(32, "little"), group) for number in numbers]
 
 
 def evict_all(policy: EvictionPolicy) -> list[int]:
@@ -107,15 +111,76 @@ def test_empty_batches_do_nothing(policy: EvictionPolicy) -> None:
     assert evict_all(policy) == []
 
 
+def test_prompts_and_answers_change_no_slot(policy: EvictionPolicy) -> None:
+    policy.prompt(keys_of([0, 1, 2, 7]), 60)
+    admit(policy, [0, 1])
+    policy.answered(keys_of([0, 1, 2, 7, 6]), 20)
+    policy.prompt(keys_of([0, 1, 5]), 50)
+    policy.prompt([], 3)
+    policy.answered([], 3)
+    policy.answered(keys_of([4]), 3)
+    assert len(policy) == 2
+    assert sorted(evict_all(policy)) == [0, 1]
+
+
+def test_groups_of_one_prompt_are_blocks_of_their_own(policy: EvictionPolicy) -> None:
+    for group in (0, 1):
+        policy.prompt(keys_of([0, 1], group), 32)
+    policy.admitted([0, 1, 2, 3], BlockInfo([*keys_of([0, 1], 0), *keys_of([0, 1], 1)], [0, 1, 0, 1]))
+    assert sorted(evict_all(policy)) == [0, 1, 2, 3]
+
+
+def test_choose_gives_up_as_many_as_asked_of_held_and_new(policy: EvictionPolicy) -> None:
+    admit(policy, [0, 1])
+    new = keys_of([4, 5, 6])
+    for count in (0, 1):
+        victims, declined = policy.choose(new, count)
+        assert len(victims) + len(declined) == count
+        assert declined <= set(new)
+    left = len(policy)
+    victims, declined = policy.choose(new, left + 3)
+    assert len(victims) == left
+    assert declined == set(new)
+    assert len(policy) == 0
+
+
+def test_a_prompts_tail_goes_before_the_head_that_others_share(policy: EvictionPolicy) -> None:
+    for prompt in ([0, 1, 2, 3], [0, 1, 4, 5]):
+        keys = keys_of(prompt)
+        policy.prompt(keys, 64)
+        fresh = [slot for slot in prompt if slot > 1 or prompt[2] == 2]
+        policy.admitted(fresh, BlockInfo(keys_of(fresh), [prompt.index(slot) for slot in fresh]))
+        policy.used(prompt)
+        policy.answered(keys, 10)
+    victims = evict_all(policy)
+    assert victims.index(3) < victims.index(2) < victims.index(1) < victims.index(0)
+    assert victims.index(5) < victims.index(4) < victims.index(1)
+
+
+def test_a_clock_that_jumps_back_does_no_harm() -> None:
+    for name in EVICTION_POLICIES:
+        clock = FakeClock()
+        policy = make_policy(name, NUM_SLOTS, clock=clock)
+        for jump in (5.0, -1000.0, 1e7, -1e7):
+            clock.advance(jump)
+            policy.prompt(keys_of([0, 1, 2]), 48)
+            if len(policy) == 0:
+                admit(policy, [0, 1, 2])
+            policy.used([0, 1, 2])
+        assert sorted(policy.evict(3)) == [0, 1, 2]
+
+
 SLOTS = st.lists(st.integers(0, NUM_SLOTS - 1), max_size=NUM_SLOTS)
-CALLS = st.lists(st.tuples(st.sampled_from(["admit", "use", "block", "unblock", "remove", "evict"]), SLOTS))
+OPERATIONS = ["admit", "use", "block", "unblock", "remove", "evict", "prompt", "answer", "choose", "wait", "reset"]
+CALLS = st.lists(st.tuples(st.sampled_from(OPERATIONS), SLOTS))
 
 
 @pytest.mark.parametrize("name", sorted(EVICTION_POLICIES))
 @settings(deadline=None)
 @given(calls=CALLS)
 def test_only_evictable_slots_are_ever_given_up(name: str, calls: list[tuple[str, list[int]]]) -> None:
-    policy = make_policy(name, NUM_SLOTS)
+    clock = FakeClock()
+    policy = make_policy(name, NUM_SLOTS, clock=clock)
     evictable: set[int] = set()
     blocked: set[int] = set()
     for call, drawn in calls:
@@ -141,6 +206,24 @@ def test_only_evictable_slots_are_ever_given_up(name: str, calls: list[tuple[str
             policy.removed(gone)
             evictable.difference_update(gone)
             blocked.difference_update(gone)
+        elif call == "prompt":
+            policy.prompt(keys_of(drawn), 16 * len(drawn))
+        elif call == "answer":
+            policy.answered(keys_of(drawn), 10)
+        elif call == "wait":
+            clock.advance(sum(drawn) ** 3 - 20)
+        elif call == "reset":
+            policy.reset()
+            evictable.clear()
+            blocked.clear()
+        elif call == "choose":
+            new = keys_of([slot for slot in slots if slot not in evictable | blocked])
+            count = min(len(drawn), len(new) + len(evictable))
+            victims, declined = policy.choose(new, count)
+            assert len(victims) + len(declined) == count
+            assert declined <= set(new)
+            assert evictable.issuperset(victims)
+            evictable.difference_update(victims)
         else:
             count = min(len(slots), len(evictable))
             victims = policy.evict(count)
@@ -148,6 +231,8 @@ def test_only_evictable_slots_are_ever_given_up(name: str, calls: list[tuple[str
             assert evictable.issuperset(victims)
             evictable.difference_update(victims)
         assert len(policy) == len(evictable)
+        if isinstance(policy, Adaptive):
+            policy.check()
     assert sorted(evict_all(policy)) == sorted(evictable)
 
 
