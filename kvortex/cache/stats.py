@@ -91,5 +91,6 @@ class Ledger:
                 "load": self.load_failures,
                 "recomputed_tokens": self.recomputed_tokens,
             },
+            "ignored_answers": self.ignored_answers,
             "refused": {reason.value: self.refused[reason] for reason in Refusal},
         }

@@ -143,6 +143,7 @@ def test_an_answer_that_comes_twice_changes_nothing(held):
     before = held.stats()
     results = list(held.copier._last_answer.values())
     report.answers(StepReport({0: results}))
+    assert held.stats()["ignored_answers"] - before["ignored_answers"] == len(results)
     assert held.stats()["load"] == before["load"]
     assert held.stats()["store"] == before["store"]
 

@@ -98,16 +98,6 @@ def test_idle_blocks_go_before_fresh_ones_and_those_before_running_ones(residenc
     assert taken(residency, 1, running.__contains__) == [0]
 
 
-def test_idle_after_decides_whether_a_cold_block_is_a_first_candidate(residency, clock):
-    residency.block_cached(0, key("a"), in_ram=False)
-    clock.now = 10.0
-    residency.block_cached(1, key("b"), in_ram=False)
-    clock.now = 20.0
-    busy_then_cold = {0}
-    # With 15 s, neither is idle; with 5 s, block 1 is, and block 0 is in use.
-    assert taken(residency, 1, busy_then_cold.__contains__, idle_after_s=5.0) == [1]
-
-
 def test_a_step_looks_at_a_bounded_number_of_blocks(residency):
     for block_id in range(1000):
         residency.block_cached(block_id, key(str(block_id)), in_ram=False)
