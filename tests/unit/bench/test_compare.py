@@ -93,7 +93,7 @@ def test_a_server_that_fails_is_a_result_and_the_others_are_measured(tmp_path: P
     assert (bound.outcome, bound.reason) == (Outcome.SKIPPED, "it does not fit")
     (problem,) = document_of(results).problems()
     # How many get through before the server dies depends on how they meet it.
-    assert re.fullmatch(r"simple: [45] of 6 requests failed", problem)
+    assert re.fullmatch(r"simple: [4-6] of 6 requests failed", problem)
 
 
 def test_engines_alternate_and_ratios_are_within_a_run(tmp_path: Path) -> None:
