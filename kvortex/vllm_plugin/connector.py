@@ -107,14 +107,13 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats = StatsServer(self._facts.engine_id, self._scheduler_side.snapshot)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self._scheduler_side.match(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return self._scheduler_side.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return KVortexMetadata(self._scheduler_side.plan_step())
+        return KVortexMetadata(self._scheduler_side.plan_step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -155,10 +154,10 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.bind(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker_side.submit_loads()
+        self._worker_side.begin_forward(compat.forward_kind(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # loads end before their request is scheduled
+        self._worker_side.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -166,6 +165,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         return  # stores are whole blocks, chosen by the scheduler side
 
     def wait_for_save(self) -> None:
+        self._worker_side.end_forward()
         self._worker_side.submit_stores()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

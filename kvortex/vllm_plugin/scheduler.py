@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import kvortex
+from kvortex.cache.costs import PromptWork, StepCosts, prompt_work
 from kvortex.cache.index import BlockIndex, KeyState
+from kvortex.cache.load_choice import LoadChoice
 from kvortex.cache.planner import OffloadPlanner
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
 from kvortex.cache.residency import Residency
@@ -28,10 +30,12 @@ from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin.jobs import JobBook, LoadJob, StoreJob
 from kvortex.vllm_plugin.pool_view import PoolView
 from kvortex.vllm_plugin.requests import RequestState
+from kvortex.vllm_plugin.step_log import StepLog
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from kvortex.vllm_plugin.setup import EngineFacts
@@ -60,6 +64,9 @@ class SchedulerSide:
         self._ledger = Ledger()
         self._jobs = JobBook(facts.num_ranks, facts.settings.transfer_timeout, clock)
         self._requests: dict[str, RequestState] = {}
+        self._costs = StepCosts()
+        self._choice = LoadChoice(self._costs)
+        self._steps = StepLog()
         self._started_at = clock()
         self._lock = threading.Lock()
         self._view: PoolView | None = None
@@ -85,22 +92,40 @@ class SchedulerSide:
 
     # ---- a request arrives ---------------------------------------------------------------------------------------
 
-    def match(self, request: Request, local_tokens: int) -> int | None:
-        """Tokens beyond `local_tokens` that RAM can restore; None: ask again, another request is loading them now."""
+    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """What RAM can restore of the request's prompt.
+
+        Returns:
+            Tokens beyond `local_tokens`; None: ask again, another request is loading them now. And whether the request
+            should wait for them before it runs; otherwise the load goes with its step.
+        """
         with self._lock:
             self.view.refresh()
             state = self._requests.setdefault(request.request_id, RequestState())
             state.hit = PrefixHit(local_tokens, 0, {})
             if state.load_failed or request.skip_reading_prefix_cache:
-                return 0
+                return 0, False
             if self._jobs.loading(self._next_key(request, state, local_tokens)):
-                return None
+                return None, False
             state.hit = self._matcher.match(
                 lambda group: state.keys(request, group, self.view.hash_block_size),
                 request.num_tokens,
                 local_tokens,
             )
-            return state.hit.ram_tokens
+            ram_tokens = state.hit.ram_tokens
+            state.with_step = ram_tokens > 0 and self._goes_with_step(request, state.hit)
+            return ram_tokens, ram_tokens > 0 and not state.with_step
+
+    def _goes_with_step(self, request: Request, hit: PrefixHit) -> bool:
+        if not self._facts.loads_go_with_steps or self._groups[0].window is not None:
+            return False
+        return self._choice.with_step(*self._load_and_work(request, hit), self._steps.num_running)
+
+    def _load_and_work(self, request: Request, hit: PrefixHit) -> tuple[int, PromptWork]:
+        """What a rank loads for the request, in bytes, and what is computed of it then."""
+        num_blocks = sum(len(slots) for slots in hit.slots.values())
+        work = prompt_work(hit.local_tokens + hit.ram_tokens, request.num_tokens)
+        return num_blocks * self._facts.rank_block_bytes, work
 
     def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
         """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
@@ -168,8 +193,11 @@ class SchedulerSide:
                 slots.append(planned[i])
                 keys.append(group_keys[i])
         if not complete:
+            assert not state.with_step, "the blocks of a single group are always complete"
             self._ledger.refused[Refusal.LAYOUT] += len(gpu_blocks)
             slots, keys = [], []
+        if state.with_step:
+            self._choice.goes_with_step(*self._load_and_work(request, hit))
         self._index.touch(slots)
         self._index.pin(slots)
         job = self._jobs.start_load(
@@ -181,15 +209,17 @@ class SchedulerSide:
             ram_tokens=ram_tokens,
             computed_tokens=(request.num_tokens - end) if first_time else None,
             refused=not complete,
+            with_step=state.with_step,
         )
         self._ledger.load.in_flight += len(job.slots)
 
     # ---- each step -----------------------------------------------------------------------------------------------
 
-    def plan_step(self) -> StepPlan:
-        """This step's orders. Costs what it orders; a few comparisons when nothing is due."""
+    def plan_step(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        """This step's orders. Costs what it orders and what it computes; a few comparisons when nothing is due."""
         with self._lock:
             self.view.refresh()
+            self._choice.begin_step()
             self._give_up_overdue_stores()
             decision = self.planner.plan(self.view.in_use)
             if decision.refused:
@@ -198,7 +228,9 @@ class SchedulerSide:
                 self._jobs.start_store(decision.candidates, decision.reservation.slots)
                 self._ledger.store.in_flight += len(decision.candidates)
                 self._ledger.ram_evicted += len(decision.reservation.evicted)
-            return self._jobs.take_plan()
+            plan = self._jobs.take_plan()
+            plan.timed_as = self._steps.begin(scheduler_output, loads=bool(plan.step_loads))
+            return plan
 
     @property
     def busy(self) -> bool:
@@ -209,6 +241,11 @@ class SchedulerSide:
         """Workers' answers, one a rank for each order, in any order."""
         with self._lock:
             self.view.refresh()
+            for link in report.links.values():
+                self._choice.heard_of(link)
+            for number, seconds in report.step_seconds.items():
+                if (work := self._steps.work_of(number)) is not None:
+                    self._costs.saw(work, seconds)
             for rank, results in report.results.items():
                 for result in results:
                     ended = self._jobs.answer(rank, result)
@@ -284,6 +321,7 @@ class SchedulerSide:
                     keys = state.keys(request, group, self.view.hash_block_size)
                     self._index.answered(keys, request.num_output_tokens)
             self._jobs.request_ended(request.request_id)
+            self._steps.request_ended(request.request_id)
             for ids in block_ids:
                 self._residency.used(reversed(ids))
 
