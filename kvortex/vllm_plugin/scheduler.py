@@ -289,6 +289,7 @@ class SchedulerSide:
                 logger.warning("a load for request %s failed, it is computed instead: %s", job.request_id, job.detail)
         else:
             self._ledger.load.blocks += len(job.slots)
+            self._ledger.with_step_blocks += len(job.slots) if job.with_step else 0
             self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
             self._ledger.load.seconds += job.seconds
         if state is None:
@@ -386,13 +387,14 @@ class SchedulerSide:
         tokens, store, load = counted["tokens"], counted["store"], counted["load"]
         logger.info(
             "KVortex at its end: of %d prompt tokens %d came from VRAM, %d from RAM; stored %d blocks, loaded %d "
-            "in %.3f s, %d VRAM blocks were taken before they were copied",
+            "in %.3f s (%d of them with their step), %d VRAM blocks were taken before they were copied",
             tokens["queried"],
             tokens["vram_hit"],
             tokens["ram_hit"],
             store["blocks"],
             load["blocks"],
             load["seconds"],
+            load["with_step_blocks"],
             counted["evicted"]["vram_uncopied_blocks"],
         )
 
