@@ -20,6 +20,7 @@ class Refusal(Enum):
     RESET = "reset"
     LAYOUT = "layout"
     ABORTED = "aborted"
+    QUICKER_COMPUTED = "quicker_computed"
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import kvortex
 from kvortex.cache.costs import PromptWork, StepCosts, prompt_work
 from kvortex.cache.index import BlockIndex, KeyState
-from kvortex.cache.load_choice import LoadChoice
+from kvortex.cache.load_choice import LoadChoice, Way
 from kvortex.cache.planner import OffloadPlanner
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
 from kvortex.cache.residency import Residency
@@ -96,13 +96,14 @@ class SchedulerSide:
         """What RAM can restore of the request's prompt.
 
         Returns:
-            Tokens beyond `local_tokens`; None: ask again, another request is loading them now. And whether the request
-            should wait for them before it runs; otherwise the load goes with its step.
+            Tokens beyond `local_tokens`; None: ask again, another request is loading them now, or this step loads
+            enough. And whether the request should wait for them before it runs, or its load goes with its step.
         """
         with self._lock:
             self.view.refresh()
             state = self._requests.setdefault(request.request_id, RequestState())
             state.hit = PrefixHit(local_tokens, 0, {})
+            state.with_step, state.declined = False, 0
             if state.load_failed or request.skip_reading_prefix_cache:
                 return 0, False
             if self._jobs.loading(self._next_key(request, state, local_tokens)):
@@ -113,17 +114,26 @@ class SchedulerSide:
                 local_tokens,
             )
             ram_tokens = state.hit.ram_tokens
-            state.with_step = ram_tokens > 0 and self._goes_with_step(request, state.hit)
-            return ram_tokens, ram_tokens > 0 and not state.with_step
+            if not ram_tokens:
+                return 0, False
+            way = self._way(request, state.hit)
+            if way is Way.COMPUTE:
+                state.declined = _num_blocks(state.hit)
+                state.hit = PrefixHit(local_tokens, 0, {})
+                return 0, False
+            state.with_step = way is Way.WITH_STEP
+            return (None, False) if way is Way.NEXT_STEP else (ram_tokens, not state.with_step)
 
-    def _goes_with_step(self, request: Request, hit: PrefixHit) -> bool:
-        if not self._facts.loads_go_with_steps or self._groups[0].window is not None:
-            return False
-        return self._choice.with_step(*self._load_and_work(request, hit), self._steps.num_running)
+    def _way(self, request: Request, hit: PrefixHit) -> Way:
+        load_bytes, work = self._load_and_work(request, hit)
+        computed = prompt_work(hit.local_tokens, hit.local_tokens + hit.ram_tokens)
+        way = self._choice.way(load_bytes, computed, work, self._steps.num_running)
+        may_go_with_step = self._facts.loads_go_with_steps and self._groups[0].window is None
+        return way if may_go_with_step or way is Way.COMPUTE else Way.BEFORE_STEP
 
     def _load_and_work(self, request: Request, hit: PrefixHit) -> tuple[int, PromptWork]:
         """What a rank loads for the request, in bytes, and what is computed of it then."""
-        num_blocks = sum(len(slots) for slots in hit.slots.values())
+        num_blocks = _num_blocks(hit)
         work = prompt_work(hit.local_tokens + hit.ram_tokens, request.num_tokens)
         return num_blocks * self._facts.rank_block_bytes, work
 
@@ -145,6 +155,7 @@ class SchedulerSide:
             first_time = not state.counted and request.num_preemptions == 0
             state.counted = True
             if first_time:
+                self._ledger.refused[Refusal.QUICKER_COMPUTED] += state.declined
                 state.prompted = True
                 for group in self._groups:
                     keys = state.keys(request, group, self.view.hash_block_size)
@@ -397,6 +408,10 @@ class SchedulerSide:
             load["with_step_blocks"],
             counted["evicted"]["vram_uncopied_blocks"],
         )
+
+
+def _num_blocks(hit: PrefixHit) -> int:
+    return sum(len(slots) for slots in hit.slots.values())
 
 
 class _PoolEvents:
