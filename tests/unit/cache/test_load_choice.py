@@ -77,8 +77,9 @@ def test_a_step_that_loads_for_long_takes_no_more(costs: StepCosts) -> None:
 
 
 def test_one_load_that_is_longer_than_that_is_not_put_off_for_ever(costs: StepCosts) -> None:
-    assert choice(costs).way(100 * GB, HIT, WORK, 0) is Way.WITH_STEP
-    assert choice(costs).way(100 * GB, HIT, WORK, 1) is Way.BEFORE_STEP
+    hit = prompt_work(0, 200_000)
+    assert choice(costs).way(100 * GB, hit, WORK, 0) is Way.WITH_STEP
+    assert choice(costs).way(100 * GB, hit, WORK, 1) is Way.BEFORE_STEP
 
 
 def test_the_slowest_rank_counts(costs: StepCosts) -> None:
