@@ -115,6 +115,16 @@ def read_counters(engine: Any) -> dict[str, Any] | None:
     return read_stats(str(transfer.engine_id))
 
 
+async def rest(engine: Any, within_s: float = 10.0) -> dict[str, Any] | None:
+    """Waits until no copy is under way, so that what is measured next has the machine alone; then the counters."""
+    end = time.monotonic() + within_s
+    counters = read_counters(engine)
+    while counters and (counters["store"]["in_flight"] or counters["load"]["in_flight"]) and time.monotonic() < end:
+        await asyncio.sleep(0.05)
+        counters = read_counters(engine)
+    return counters
+
+
 @dataclass(slots=True)
 class Load:
     """What one play of requests took; seconds, in the order in which requests ended."""

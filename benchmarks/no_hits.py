@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dummy_engine import EngineOptions, add_engine_options, ask_all, engine_options, read_counters, save, start_engine
+from dummy_engine import EngineOptions, add_engine_options, ask_all, engine_options, rest, save, start_engine
 from side_by_side import EngineFailedError, Engines, serve
 
 MODES: dict[str, dict[str, Any] | None] = {"plain": None, "kvortex": {}, "write-through": {"offload_threshold": 0}}
@@ -59,7 +59,7 @@ async def child(options: argparse.Namespace) -> None:
     async def handle(order: dict[str, Any]) -> dict[str, Any]:
         prompts, gen, at_once = load_of(order, options)
         load = await ask_all(engine, prompts, gen, at_once)
-        counters = read_counters(engine)
+        counters = await rest(engine)
         kept = {name: counters[name] for name in ("tokens", "store", "load", "failures")} if counters else None
         return {**load.figures(), "counters": kept}
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 _ANSWER = "ANSWER "
-_END_S = 20.0
+_END_S = 8.0
 
 
 class EngineFailedError(Exception):

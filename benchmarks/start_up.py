@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,7 +39,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("starts", "pinned"))
     parser.add_argument("--repeats", type=int, default=2, help="counted starts a mode")
     parser.add_argument("--pin-gb", type=float, nargs="+", default=[5, 17, 70])
-    parser.add_argument("--timeout", type=float, default=90, help="seconds a process")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds a process")
     parser.add_argument("--start", choices=("plain", "kvortex"), help=argparse.SUPPRESS)
     parser.add_argument("--pin", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--unpinned", action="store_true", help="without a GPU: memory is touched, not registered")
@@ -56,6 +58,7 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     result: dict[str, Any] = {"options": {k: str(v) for k, v in vars(options).items()}, "starts": [], "pinned": []}
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     begin = time.monotonic()
     if options.only != "pinned":
         for number, mode in enumerate(["plain"] + ["kvortex", "plain"] * options.repeats):
@@ -82,9 +85,10 @@ def child(order: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
     try:
         text, _ = process.communicate(timeout=options.timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        text, _ = process.communicate()
-        text += f"\nnot done after {options.timeout:g} s"
+        text = f"not done after {options.timeout:g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its engine too
     lines = text.splitlines()
     answers = [line for line in lines if line.startswith("RESULT ")]
     answer: dict[str, Any] = json.loads(answers[-1][7:]) if answers else {"failed": lines[-20:]}

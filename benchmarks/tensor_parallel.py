@@ -29,7 +29,7 @@ from dummy_engine import (
     add_engine_options,
     ask_all,
     engine_options,
-    read_counters,
+    rest,
     save,
     start_engine,
 )
@@ -128,7 +128,7 @@ async def child(options: argparse.Namespace) -> None:
         return [rng.randrange(10, vocabulary) for _ in range(count)]
 
     conversations = [tokens(options.first) for _ in range(options.conversations)]
-    await ask_all(engine, [tokens(3000)], 4, 1)
+    await ask_all(engine, [tokens(min(3000, options.first))], 4, 1)
 
     async def turn(order: dict[str, Any]) -> dict[str, Any]:
         if order["turn"]:
@@ -137,7 +137,7 @@ async def child(options: argparse.Namespace) -> None:
         load = await ask_all(engine, conversations, options.gen, options.concurrency)
         for conversation, said in zip(conversations, load.answers, strict=True):
             conversation += said
-        counters = read_counters(engine)
+        counters = await rest(engine)
         kept = ("tokens", "store", "load", "evicted", "failures", "refused", "tiers")
         return {
             "turn": order["turn"],

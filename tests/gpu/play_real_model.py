@@ -61,10 +61,11 @@ def main() -> None:
         if options.mode == "plain":
             said: Turns = []
             trial.part("own", lambda: own_conversations(trial, size, text, said))
-            trial.part("again", lambda: asked_again(trial, size, text, said, 1))
+            trial.part("again", lambda: asked_again(trial, size, text, said, size.turns))
         else:
             said = json.loads(options.history.read_text())["own"]["answers"]
-            trial.part("again", lambda: asked_again(trial, size, text, said, 2))
+            turns = 2 if options.mode == "zeros" else size.turns
+            trial.part("again", lambda: asked_again(trial, size, text, said, turns))
 
 
 def project_tokens(model: Path) -> list[int]:
@@ -99,12 +100,12 @@ def own_conversations(trial: Trial, size: Size, text: list[int], said: Turns) ->
     return {"answers": said}
 
 
-def asked_again(trial: Trial, size: Size, text: list[int], said: Turns, seed: int) -> dict[str, Any]:
+def asked_again(trial: Trial, size: Size, text: list[int], said: Turns, turns: int) -> dict[str, Any]:
     """The same prompts, turn after turn, in another order."""
     answers: Turns = []
-    for turn in range(size.turns):
+    for turn in range(turns):
         order = list(range(size.conversations))
-        random.Random(100 * seed + turn).shuffle(order)
+        random.Random(turn).shuffle(order)
         prompts = prompts_of(size, text, said, turn)
         played = play(trial.vllm, [prompts[i] for i in order], size.answer, size.at_once)
         by_number = dict(zip(order, played.answers, strict=True))

@@ -12,7 +12,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from tests.gpu.trial_engine import play, trial_options
+from tests.gpu.trial_engine import VRAM_SHARE, play, trial_options
 
 
 def main() -> None:
@@ -61,6 +61,7 @@ def run(options: Any) -> None:
         block_size=size.block,
         num_gpu_blocks_override=size.pool,
         kv_cache_memory_bytes=100_000_000,
+        gpu_memory_utilization=VRAM_SHARE,
         max_num_seqs=size.seqs,
         max_num_batched_tokens=8192 if options.device == "cuda" else 1024,
         max_model_len=2048,

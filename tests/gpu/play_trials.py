@@ -36,16 +36,17 @@ def play_all(trial: Trial, size: Any) -> None:
 
     vllm, mode = trial.vllm, trial.mode
     trial.part("same", lambda: loads.same_prompts(vllm, size, 2 if mode == "zeros" else None))
-    if mode == "zeros":
-        return
     runs = 2 if mode == "plain" else 1  # plain vLLM has to agree with itself
     trial.part("pressure", lambda: loads.under_pressure(vllm, size, runs))
+    if mode == "zeros":
+        trial.watch.loses_loads = True
+        trial.write("stall", {"seen": loads.stalls(vllm, size)})
+        return
     if mode != "defaults":
         trial.part("returns", lambda: loads.returning_sessions(vllm, size, runs))
         trial.part("shared", lambda: loads.shared_prefix(vllm, size, 1).figures())
     if mode == "through":
         trial.part("convoy", lambda: convoy(trial, size))
-    trial.part("fresh_warm_up", lambda: loads.fresh_prompts(vllm, size, 1).figures())
     trial.part("fresh", lambda: loads.fresh_prompts(vllm, size, 2).figures())
 
 

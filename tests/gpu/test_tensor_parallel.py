@@ -1,12 +1,11 @@
 """Two ranks, each with a slab of its own, one decision: right answers and right bytes on both.
 
-KVORTEX_TRIALS_ON_CPU=1 and KVORTEX_TEST_OUT are as in test_trials.
+KVORTEX_TRIALS_ON_CPU, KVORTEX_TEST_OUT and KVORTEX_TRIALS_AT_ONCE are as in test_trials.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.e2e.tiny_models import save_model
-from tests.gpu.trial_results import PROCESS_TIMEOUT_S, Oracle, part_of, run_process
+from tests.gpu.trial_results import PROCESS_TIMEOUT_S, Oracle, Results, part_of, run_process
 
 ON_CPU = os.environ.get("KVORTEX_TRIALS_ON_CPU") == "1"
 RANKS = 2
@@ -28,25 +27,19 @@ pytestmark = [
     pytest.mark.timeout(4 * PROCESS_TIMEOUT_S),
 ]
 
-Results = Callable[[str], dict[str, Any]]
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     kept = os.environ.get("KVORTEX_TEST_OUT")
     out = Path(kept) if kept else tmp_path_factory.mktemp("tensor-parallel")
     model = save_model("llama", tmp_path_factory.mktemp("tiny-llama"))
-    played: dict[str, dict[str, Any]] = {}
 
-    def result(mode: str) -> dict[str, Any]:
-        if mode not in played:
-            file = out / f"tensor-parallel-{mode}.json"
-            device = "cpu" if ON_CPU else "cuda"
-            arguments = [mode, str(model), str(file), "--device", device, "--ranks", str(RANKS)]
-            played[mode] = run_process("tests.gpu.play_tensor_parallel", arguments, file)
-        return played[mode]
+    def run(mode: str) -> dict[str, Any]:
+        file = out / f"tensor-parallel-{mode}.json"
+        arguments = [mode, str(model), str(file), "--device", "cpu" if ON_CPU else "cuda", "--ranks", str(RANKS)]
+        return run_process("tests.gpu.play_tensor_parallel", arguments, file)
 
-    return result
+    return Results(run, ("plain", "through", "zeros"))
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,13 @@
 
 One engine a mode, each in a process of its own that plays all loads (`play_trials`); the tests read what it wrote.
 With a GPU, vLLM's batch-invariant kernels make text comparable. KVORTEX_TRIALS_ON_CPU=1 plays a small version on
-vLLM's CPU build. KVORTEX_TEST_OUT names a folder that keeps the results.
+vLLM's CPU build. KVORTEX_TEST_OUT names a folder that keeps the results; KVORTEX_TRIALS_AT_ONCE=1 plays all modes at
+the same time.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.e2e.tiny_models import save_model
 from tests.gpu import trial_sizes
+from tests.gpu.trial_engine import MODES
 from tests.gpu.trial_results import (
     PROCESS_TIMEOUT_S,
     Oracle,
+    Results,
     check_at_rest,
     check_bytes,
     grown,
@@ -39,25 +41,18 @@ pytestmark = [
     pytest.mark.timeout(4 * PROCESS_TIMEOUT_S),
 ]
 
-Results = Callable[[str], dict[str, Any]]
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What a mode's process wrote; it is played when first asked for."""
     kept = os.environ.get("KVORTEX_TEST_OUT")
     out = Path(kept) if kept else tmp_path_factory.mktemp("trials")
     model = save_model("llama", tmp_path_factory.mktemp("tiny-llama"))
-    played: dict[str, dict[str, Any]] = {}
 
-    def result(mode: str) -> dict[str, Any]:
-        if mode not in played:
-            file = out / f"trials-{mode}.json"
-            arguments = [mode, str(model), str(file), "--device", DEVICE]
-            played[mode] = run_process("tests.gpu.play_trials", arguments, file)
-        return played[mode]
+    def run(mode: str) -> dict[str, Any]:
+        file = out / f"trials-{mode}.json"
+        return run_process("tests.gpu.play_trials", [mode, str(model), str(file), "--device", DEVICE], file)
 
-    return result
+    return Results(run, MODES)
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +88,22 @@ def test_b23_preempted_requests_come_back_right(results: Results, mode: str) -> 
     assert Oracle(plain["runs"]).num_wrong(part["runs"]) == 0
 
 
+def test_b23_control_loads_of_zeros_are_found(results: Results) -> None:
+    plain, part = part_of(results("plain"), "pressure"), part_of(results("zeros"), "pressure")
+    assert grown(part, "watched", "wrong") == grown(part, "load", "blocks") > 0
+    assert Oracle(plain["runs"]).num_wrong(part["runs"]) > 0
+
+
 def test_b33_sessions_that_come_back_together_never_stop_the_engine(results: Results) -> None:
     """A stall of 60 s ends the process, and "returns" is then not there."""
     plain, part = part_of(results("plain"), "returns"), part_of(results("through"), "returns")
     check_at_rest(part)
     check_bytes(part)
     assert Oracle(plain["runs"]).num_wrong(part["runs"]) == 0
+
+
+def test_b33_control_a_session_whose_load_is_lost_is_seen_to_hang(results: Results) -> None:
+    assert part_of(results("zeros"), "stall")["seen"] is True
 
 
 def test_b38_a_shared_prefix_is_loaded_once(results: Results) -> None:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 MODES = ("plain", "through", "defaults", "zeros")
 """vLLM alone; KVortex that writes through; KVortex with its default thresholds; KVortex whose loads bring zeros."""
 
+VRAM_SHARE = 0.2
+"""Of a GPU: several modes may share it."""
+
 STALL_S = 60.0
 """Without a token for so long, an engine with work hangs."""
 
@@ -51,12 +54,17 @@ class Trial:
         self.write(name, {**result, "before": before, "after": self._counters()})
         return result
 
+    @property
+    def watch(self) -> WatchedEngine:
+        (watch,) = self._opened
+        return watch
+
     def _counters(self) -> dict[str, Any] | None:
         if self.mode == "plain":
             return None
         self.vllm.settle()
-        (watch,) = self._opened
-        return {**self.vllm.stats(), "watched": {"loaded": watch.num_loaded, "wrong": watch.num_wrong}}
+        watched = {"loaded": self.watch.num_loaded, "wrong": self.watch.num_wrong}
+        return {**self.vllm.stats(), "watched": watched}
 
     def write(self, name: str, result: dict[str, Any]) -> None:
         self._result[name] = result
@@ -90,6 +98,8 @@ def trial_engine(
         kv_cache = None
     elif options.mode != "defaults":
         kv_cache |= WRITE_THROUGH
+    if options.device == "cuda":
+        engine_options["gpu_memory_utilization"] = VRAM_SHARE
     begin = time.perf_counter()
     with (
         watched(zeros=options.mode == "zeros") as opened,
@@ -129,11 +139,13 @@ class StalledError(Exception):
     """The engine has requests and makes no progress."""
 
 
-def play(vllm: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int) -> Played:
+def play(
+    vllm: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, at_once: int, *, stall_s: float = STALL_S
+) -> Played:
     """Asks all prompts, in order, so many at a time.
 
     Raises:
-        StalledError: no token came for STALL_S.
+        StalledError: no token came for `stall_s`.
     """
     from vllm import SamplingParams
 
@@ -158,6 +170,6 @@ def play(vllm: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, at_onc
             answers[index] = tuple(output.outputs[0].token_ids)
             num_done += output.finished
             last_progress = now
-        if now - last_progress > STALL_S:
-            raise StalledError(f"no token for {STALL_S:.0f} s, {len(asked_at) - num_done} requests wait")
+        if now - last_progress > stall_s:
+            raise StalledError(f"no token for {stall_s:.0f} s, {len(asked_at) - num_done} requests wait")
     return Played(answers, ttft_s, time.perf_counter() - begin)

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from tests.e2e.engine import Engine, prompt
-from tests.gpu.trial_engine import Played, play
+from tests.gpu.trial_engine import Played, StalledError, play
 from tests.gpu.trial_sizes import Size
 
 
@@ -68,6 +68,19 @@ def returning_sessions(vllm: Engine, size: Size, runs: int) -> dict[str, Any]:
             said += play(vllm, longer, 8, 2).answers
         runs_said.append(said)
     return {"runs": runs_said}
+
+
+def stalls(vllm: Engine, size: Size) -> bool:
+    """The control of B33, on an engine that loses loads: whether a session that comes back is seen to hang."""
+    tokens = prompt(60, size.pool_tokens // 4)
+    play(vllm, [tokens], 1, 1)
+    lose_vram(vllm, size, 60)
+    vllm.settle()
+    try:
+        play(vllm, [tokens], 1, 1, stall_s=3)
+    except StalledError:
+        return True
+    return False
 
 
 def shared_prefix(vllm: Engine, size: Size, seed: int) -> Played:

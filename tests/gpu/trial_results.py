@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,29 @@ def run_process(module: str, arguments: Sequence[str], out: Path) -> dict[str, A
     if ending:
         result["ending"] = f"{ending}:\n" + "\n".join(log.read_text().splitlines()[-40:])
     return result
+
+
+class Results:
+    """What each mode's process wrote; played when first asked for.
+
+    Args:
+        run: plays one mode.
+        modes: all of them. With KVORTEX_TRIALS_AT_ONCE=1 they are played at the same time, on a machine with cores
+            enough: quick, but then the times in the results say nothing.
+    """
+
+    def __init__(self, run: Callable[[str], dict[str, Any]], modes: Sequence[str]) -> None:
+        self._run = run
+        self._modes = modes if os.environ.get("KVORTEX_TRIALS_AT_ONCE") == "1" else ()
+        self._played: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, mode: str) -> dict[str, Any]:
+        if mode not in self._played and self._modes:
+            with ThreadPoolExecutor(len(self._modes)) as pool:
+                self._played.update(zip(self._modes, pool.map(self._run, self._modes), strict=True))
+        elif mode not in self._played:
+            self._played[mode] = self._run(mode)
+        return self._played[mode]
 
 
 def part_of(result: dict[str, Any], name: str) -> dict[str, Any]:
@@ -79,14 +104,17 @@ class Oracle:
         first, *others = runs
         assert others, "one run says nothing about another"
         stable = [all(run[i] == answer for run in others) for i, answer in enumerate(first)]
+        self._num_prompts = len(first)
         self._right = {i: answer for i, answer in enumerate(first) if stable[i]}
         different = sum(run[i] != answer for run in others for i, answer in enumerate(first))
         print(f"plain vLLM against itself: {different} of {len(others) * len(first)} answers differ")
         share = len(self._right) / len(first)
         assert share >= 0.95, f"plain vLLM always agrees with itself on only {share:.0%} of the prompts"
 
-    def num_wrong(self, runs: Sequence[Sequence[Answer]]) -> int:
-        """Of the prompts that plain vLLM always answers alike."""
-        wrong = sum(run[i] != answer for run in runs for i, answer in self._right.items())
-        print(f"against plain vLLM: {wrong} of {len(runs) * len(self._right)} answers differ")
+    def num_wrong(self, runs: Sequence[Sequence[Answer]], *, whole: bool = True) -> int:
+        """Wrong answers to the prompts that plain vLLM always answers alike. A run may stop early if not `whole`."""
+        assert not whole or all(len(run) == self._num_prompts for run in runs), "answers are missing"
+        right = [(run[i], answer) for run in runs for i, answer in self._right.items() if i < len(run)]
+        wrong = sum(said != answer for said, answer in right)
+        print(f"against plain vLLM: {wrong} of {len(right)} answers differ")
         return wrong

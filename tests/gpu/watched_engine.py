@@ -40,6 +40,8 @@ class WatchedEngine:
             (torch.randint(1, 1 << 30, (region.shape[1] // 4,), generator=generator) * 2 + 1).to(self._device)
             for region in self._regions
         ]
+        self.loses_loads = False
+        """The negative control of a watch for stalls: no load is answered from now on."""
         self.num_loaded = 0
         self.num_stored = 0
 
@@ -60,6 +62,8 @@ class WatchedEngine:
 
     def poll(self) -> list[JobResult]:
         results = self._inner.poll()
+        if self.loses_loads:
+            results = [result for result in results if result.direction is Direction.STORE]
         for result in results:
             order = self._orders.pop(result.job_id)
             if result.outcome is not Outcome.DONE:
@@ -74,7 +78,7 @@ class WatchedEngine:
         return results
 
     def promise(self, window_s: float) -> list[JobId]:
-        return self._inner.promise(window_s)
+        return [] if self.loses_loads else self._inner.promise(window_s)
 
     def hold_kernels(self, job_ids: Sequence[JobId]) -> None:
         self._inner.hold_kernels(job_ids)
