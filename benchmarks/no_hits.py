@@ -58,15 +58,21 @@ async def child(options: argparse.Namespace) -> None:
 
     async def handle(order: dict[str, Any]) -> dict[str, Any]:
         prompts, gen, at_once = load_of(order, options)
+        before = await rest(engine)
         load = await ask_all(engine, prompts, gen, at_once)
-        counters = await rest(engine)
-        kept = {name: counters[name] for name in ("tokens", "store", "load", "failures")} if counters else None
-        return {**load.figures(), "counters": kept}
+        after = await rest(engine)
+        return {**load.figures(), "grown": growth(before, after) if before and after else None}
 
     try:
         await serve({"mode": mode, "start_s": round(start_s, 1)}, handle)
     finally:
         engine.shutdown()
+
+
+def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
+    """What KVortex did in one play."""
+    names = [("tokens", "vram_hit"), ("tokens", "ram_hit"), ("store", "blocks"), ("load", "blocks")]
+    return {f"{kind}_{name}": after[kind][name] - before[kind][name] for kind, name in names}
 
 
 def load_of(order: dict[str, Any], options: argparse.Namespace) -> tuple[list[list[int]], int, int]:
@@ -99,7 +105,10 @@ def compare(options: argparse.Namespace) -> int:
             result[kind].append({"round": number, "mode": mode, **answer})
             result["summary"] = summary(result, options.modes)
             save(options.json, result)
-        shown = {name: answer[name] for name in ("wall_s", *FIGURES)}
+        shown = {name: answer[name] for name in ("wall_s", *FIGURES, "grown")}
+        grown = answer["grown"] or {}
+        if kind == "new" and grown.get("tokens_vram_hit", 0) + grown.get("tokens_ram_hit", 0):
+            result.setdefault("void", []).append(f"round {number} of {mode} had hits: {grown}")
         print(f"{time.monotonic() - begin:5.0f} s  {kind} {number} {mode}: {json.dumps(shown)}", flush=True)
 
     try:
@@ -107,7 +116,7 @@ def compare(options: argparse.Namespace) -> int:
             result["start"] = engines.started(START_TIMEOUT_S)
             print(f"{time.monotonic() - begin:5.0f} s  all engines are ready", flush=True)
             for mode in options.modes:  # graphs, and a pool that is full when the first round begins
-                tell("new", mode, -1, -1)
+                tell("new", mode, 1_000_000, -1)
             for number in range(options.rounds):
                 turn = options.modes[number % len(options.modes) :] + options.modes[: number % len(options.modes)]
                 shared = number < options.shared
@@ -123,7 +132,9 @@ def compare(options: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     print(json.dumps(result["summary"], indent=1))
-    return 0
+    for line in result.get("void", []):
+        print(f"VOID: {line}", file=sys.stderr)
+    return 1 if "void" in result else 0
 
 
 def summary(result: dict[str, Any], modes: list[str]) -> dict[str, Any]:

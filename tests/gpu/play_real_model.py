@@ -36,7 +36,7 @@ class Size:
 
 
 GPU = Size(16, 2048, 4 * 10**9, conversations=96, turns=6, first=700, add=60, answer=48, at_once=32)
-CPU = Size(32, 24, 10**9, conversations=6, turns=2, first=200, add=30, answer=6, at_once=4)
+CPU = Size(32, 40, 10**9, conversations=16, turns=3, first=200, add=30, answer=12, at_once=6)
 
 Turns = list[list[list[int]]]
 """[turn][conversation] -> token ids."""

@@ -26,7 +26,7 @@ from tests.gpu.trial_results import (
 
 MODEL = os.environ.get("KVORTEX_REAL_MODEL")
 ON_CPU = os.environ.get("KVORTEX_TRIALS_ON_CPU") == "1"
-EVICTIONS = 10 if ON_CPU else 5000
+EVICTIONS = 200 if ON_CPU else 5000
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = [

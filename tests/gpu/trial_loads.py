@@ -72,7 +72,7 @@ def returning_sessions(vllm: Engine, size: Size, runs: int) -> dict[str, Any]:
 
 def stalls(vllm: Engine, size: Size) -> bool:
     """The control of B33, on an engine that loses loads: whether a session that comes back is seen to hang."""
-    tokens = prompt(60, size.pool_tokens // 4)
+    tokens = prompt(6500, size.pool_tokens // 4)
     play(vllm, [tokens], 1, 1)
     lose_vram(vllm, size, 60)
     vllm.settle()
