@@ -75,6 +75,7 @@ def test_b03_control_loads_of_zeros_are_found_by_text_and_by_bytes(results: Resu
     part = part_of(results("zeros"), "same")
     assert grown(part, "load", "blocks") > 0
     assert grown(part, "watched", "wrong") == grown(part, "watched", "loaded")
+    assert part["clean"]["unequal"] > 0
     assert oracle.num_wrong(part["rounds"]) > 0
 
 

@@ -51,7 +51,9 @@ class Trial:
         begin = time.perf_counter()
         result: dict[str, Any] = play()
         result["seconds"] = round(time.perf_counter() - begin, 1)
-        self.write(name, {**result, "before": before, "after": self._counters()})
+        after = self._counters()
+        clean = None if after is None else self._clean_blocks()
+        self.write(name, {**result, "before": before, "after": after, "clean": clean})
         return result
 
     @property
@@ -65,6 +67,17 @@ class Trial:
         self.vllm.settle()
         watched = {"loaded": self.watch.num_loaded, "wrong": self.watch.num_wrong}
         return {**self.vllm.stats(), "watched": watched}
+
+    def _clean_blocks(self) -> dict[str, int]:
+        """Every key that VRAM and RAM both hold, and for how many of them the bytes differ."""
+        import numpy as np
+
+        residency, index = self.vllm.side._residency, self.vllm.side._index
+        blocks, keys = list(residency._key_of), list(residency._key_of.values())
+        held = index.ready_slots(keys)
+        pairs = np.array([(blocks[i], slot) for i, slot in held.items()], np.int64).reshape(-1, 2)
+        unequal = self.watch.num_unequal(pairs[:, 0].copy(), pairs[:, 1].copy())
+        return {"blocks": len(pairs), "unequal": unequal}
 
     def write(self, name: str, result: dict[str, Any]) -> None:
         self._result[name] = result

@@ -86,11 +86,13 @@ def check_at_rest(part: dict[str, Any]) -> None:
 
 
 def check_bytes(part: dict[str, Any]) -> None:
-    """The copies that the counters tell of were watched, and none brought wrong bytes."""
+    """Every copy that the counters tell of was watched, none brought wrong bytes, none is filed under a wrong key."""
     loaded = grown(part, "load", "blocks")
     assert loaded > 0, "nothing was loaded: the trial is void"
     assert grown(part, "watched", "loaded") == loaded
     assert grown(part, "watched", "wrong") == 0, "loaded blocks are not what was stored"
+    assert part["clean"]["blocks"] > 0
+    assert part["clean"]["unequal"] == 0, "VRAM and RAM hold different bytes under one key"
 
 
 class Oracle:

@@ -86,6 +86,17 @@ class WatchedEngine:
     def close(self, timeout_s: float) -> bool:
         return self._inner.close(timeout_s)
 
+    def num_unequal(self, blocks: IntArray, slots: IntArray) -> int:
+        """How many of these GPU blocks do not hold the bytes of the slot beside them. Nothing may be under way."""
+        held = self._slab.tensor[torch.from_numpy(slots)]
+        unequal = torch.zeros(len(slots), dtype=torch.bool)
+        index, at = self._index(blocks), 0
+        for region in self._regions:
+            end = at + region.shape[1]
+            unequal |= (region[index].cpu() != held[:, at:end]).any(1)
+            at = end
+        return int(unequal.sum())
+
     def _index(self, numbers: IntArray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
 
