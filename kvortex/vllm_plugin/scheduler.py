@@ -232,7 +232,7 @@ class SchedulerSide:
             self.view.refresh()
             self._choice.begin_step()
             self._give_up_overdue_stores()
-            decision = self.planner.plan(self.view.in_use)
+            decision = self.planner.plan(self.view.in_use, self.view.in_use_blocks)
             if decision.refused:
                 self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
             if decision.reservation is not None:
