@@ -85,10 +85,13 @@ def read_replayed(
         UnfitError: the model's configuration cannot be read, or is not understood.
     """
     from kvortex.errors import UsageError
+    from kvortex.kv_shape import KV_DTYPES
     from kvortex.replay.models import read_model
     from kvortex.replay.prefill import cost_of_shape, cost_of_speed
     from kvortex.replay.trace import load_trace
 
+    if kv_cache_dtype not in KV_DTYPES:
+        raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: not known", hint=f"known: {', '.join(KV_DTYPES)}")
     if not 0 <= warm_up < 1:
         raise UsageError(f"--warm-up: takes a share from 0 to below 1, not {warm_up:g}", hint="0.5 is the first half")
     if prefill_speed is not None and not 0 < prefill_speed < 1e12:
