@@ -45,7 +45,8 @@ def replayed(*arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize("ram_blocks", [1000, 60])
 def test_a_replay_of_the_log_finds_the_hits_that_the_server_counted(tiny_llama, tmp_path, ram_blocks):
     """Same sizes and policy. With room for all, they differ by what vLLM alone knows: that a prompt's last token is
-    computed, at most one block a request. With less room, the order of copies differs, too: within 15 % of the hits."""
+    computed, at most one block a request. With RAM for half of it, vLLM also takes blocks before they are copied, and
+    what lies behind such a hole is lost: the replay finds more, by at most 30 % of what the server found."""
     log = tmp_path / "requests.jsonl"
     settings = {
         **WRITE_THROUGH,
@@ -70,8 +71,8 @@ def test_a_replay_of_the_log_finds_the_hits_that_the_server_counted(tiny_llama, 
     (played,) = document["results"]
     assert document["block_tokens"] == BLOCK_SIZE
     assert played["queried_tokens"] == counted["queried"]
-    bound = requests * BLOCK_SIZE if ram_blocks == 1000 else 0.15 * found
-    assert abs(played["hit_tokens"] - found) <= bound, (played, counted)
+    more = requests * BLOCK_SIZE if ram_blocks == 1000 else 0.3 * found
+    assert found - requests * BLOCK_SIZE <= played["hit_tokens"] <= found + more, (played, counted)
 
     planned = replayed("plan", str(log), "--model", tiny_llama, *sizes)
     of_size = {row["ram_bytes"]: row for row in planned["sizes"]}[ram_blocks * BLOCK_BYTES]

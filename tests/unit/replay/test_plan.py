@@ -160,6 +160,11 @@ def test_a_conversation_that_is_asked_again_as_it_was_is_the_same_one() -> None:
     assert (found.number, found.mean_turns, found.at_once) == (5, 4, 5)
 
 
+def test_one_end_is_gone_on_from_once() -> None:
+    """Of two prompts behind the shared system prompt, the first is taken for one that had it alone."""
+    assert find_conversations([asked(0, 512, 1), asked(1, 1024, 1, 2), asked(2, 1024, 1, 3)]).number == 2
+
+
 def test_a_prompt_shorter_than_a_block_is_a_conversation_of_its_own() -> None:
     assert find_conversations([asked(0, 10), asked(1, 10)]).number == 2
 

@@ -101,10 +101,10 @@ def test_an_answers_blocks_are_held_and_hit_at_the_next_turn(policy: str) -> Non
     for vram in (0, 10):
         result = play([TracedRequest(0.0, 0, 0, ()), first, second], policy, 10, vram)
         assert result.hit_tokens == 3 * BLOCK_TOKENS
-        assert (result.vram_hit_tokens > 0) == (vram > 0)
+        assert result.vram_hit_tokens == (3 * BLOCK_TOKENS if vram else 0)
 
 
-def test_the_size_of_a_block_is_the_traces(tmp_path: Path) -> None:
+def test_the_size_of_a_block_is_the_traces() -> None:
     requests = [TracedRequest(float(n), 64, 10, (0, 1), (), 32) for n in range(4)]
     result = replay(requests, "lru", ram_bytes=3 * 32, vram_bytes=0, token_bytes=1)
     assert (result.ram_blocks, result.hit_tokens, result.bytes_loaded) == (3, 2 * 64, 2 * 64)

@@ -125,8 +125,16 @@ def test_a_disk_that_stands_still_stops_nobody(tmp_path: Path, monkeypatch: pyte
     log = RequestLog(tmp_path / "log", 10**6, BLOCK, max_queued=2)
     log.add(ended(0))
     assert hangs.wait(60)
-    for n in range(1, 6):
-        log.add(ended(n))
+    put = log._queue.put
+
+    def put_at_once(request: EndedRequest | None, block: bool = True, timeout: float | None = None) -> None:
+        assert not block, "the scheduler would wait"
+        put(request, block, timeout)
+
+    with monkeypatch.context() as watched:
+        watched.setattr(log._queue, "put", put_at_once)
+        for n in range(1, 6):
+            log.add(ended(n))
     assert log.counts()["dropped"]["queue_full"] == 3
     go_on.set()
     log.close()
