@@ -42,11 +42,11 @@ def replayed(*arguments: str) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize("ram_blocks", [1000, 60])
+@pytest.mark.parametrize("ram_blocks", [1000, 70])
 def test_a_replay_of_the_log_finds_the_hits_that_the_server_counted(tiny_llama, tmp_path, ram_blocks):
-    """Same sizes and policy. With room for all, they differ by what vLLM alone knows: that a prompt's last token is
-    computed, at most one block a request. With RAM for half of it, vLLM also takes blocks before they are copied, and
-    what lies behind such a hole is lost: the replay finds more, by at most 30 % of what the server found."""
+    """Same sizes and policy. With room for all, they differ by what vLLM alone does: it computes a prompt's last token, so
+    a prompt of whole blocks hits one block less. With RAM for two thirds, the order of copies differs, too, and may cost
+    the server 10 % of the hits (3 % when this was written)."""
     log = tmp_path / "requests.jsonl"
     settings = {
         **WRITE_THROUGH,
@@ -71,8 +71,9 @@ def test_a_replay_of_the_log_finds_the_hits_that_the_server_counted(tiny_llama, 
     (played,) = document["results"]
     assert document["block_tokens"] == BLOCK_SIZE
     assert played["queried_tokens"] == counted["queried"]
-    more = requests * BLOCK_SIZE if ram_blocks == 1000 else 0.3 * found
-    assert found - requests * BLOCK_SIZE <= played["hit_tokens"] <= found + more, (played, counted)
+    whole = sum(request.input_tokens % BLOCK_SIZE == 0 for request in logged)
+    more = whole * BLOCK_SIZE if ram_blocks == 1000 else 0.1 * found
+    assert found <= played["hit_tokens"] <= found + more, (played, counted)
 
     planned = replayed("plan", str(log), "--model", tiny_llama, *sizes)
     of_size = {row["ram_bytes"]: row for row in planned["sizes"]}[ram_blocks * BLOCK_BYTES]
