@@ -44,9 +44,9 @@ def replayed(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ram_blocks", [1000, 70])
 def test_a_replay_of_the_log_finds_the_hits_that_the_server_counted(tiny_llama, tmp_path, ram_blocks):
-    """Same sizes and policy. With room for all, they differ by what vLLM alone does: it computes a prompt's last token, so
-    a prompt of whole blocks hits one block less. With RAM for two thirds, the order of copies differs, too, and may cost
-    the server 10 % of the hits (3 % when this was written)."""
+    """Same sizes and policy. With room for all, they differ by what vLLM alone does: it computes a prompt's last token,
+    so a prompt of whole blocks hits one block less. With RAM for two thirds, the order of copies differs, too, and may
+    cost the server 10 % of the hits (3 % when this was written)."""
     log = tmp_path / "requests.jsonl"
     settings = {
         **WRITE_THROUGH,
