@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvortex.config.machine import MachineFacts
+from kvortex.config.request_log import check_request_log
 from kvortex.config.resolve import ResolvedConfig
 from kvortex.config.sources import SECTION
 from kvortex.config.vllm_install import VllmInstall
 from kvortex.config.vllm_options import vllm_options
-from kvortex.errors import ConfigError, KVortexError
+from kvortex.errors import ConfigError, KVortexError, UsageError
 from kvortex.sizes import format_bytes
 
 
@@ -18,6 +19,7 @@ def problems(resolved: ResolvedConfig, machine: MachineFacts, install: VllmInsta
     """Each reason why this machine cannot serve this configuration; the configuration by itself is right."""
     if resolved.uses_kvortex:
         yield from _ram_problems(resolved, machine)
+        yield from _request_log_problems(resolved)
         yield from _unsupported(resolved)
     yield from _gpu_problems(resolved, machine)
     if install is not None:
@@ -59,6 +61,17 @@ def _block_bytes(resolved: ResolvedConfig) -> int | None:
     except KVortexError:
         # Not understood here is not wrong: the connector measures the real block, by the same rule.
         return None
+
+
+def _request_log_problems(resolved: ResolvedConfig) -> Iterator[KVortexError]:
+    path = resolved.kv_cache.request_log
+    if path is None:
+        return
+    try:
+        check_request_log(Path(path))
+    except UsageError as error:
+        place = resolved.place_of("request_log")
+        yield ConfigError(place, f"{SECTION}.request_log: {error.message}", hint=error.hint)
 
 
 def _unsupported(resolved: ResolvedConfig) -> Iterator[KVortexError]:

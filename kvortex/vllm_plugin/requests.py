@@ -25,6 +25,7 @@ class RequestState:
         counted: its prompt tokens are in the ledger, or will be when its load ends.
         load_failed: a load failed it once; it is computed from then on.
         prompted: the eviction policy has heard of its prompt, and is to hear of its answer.
+        admitted_s: when that was, in seconds since 1970.
     """
 
     hit: PrefixHit | None = None
@@ -33,6 +34,7 @@ class RequestState:
     counted: bool = False
     load_failed: bool = False
     prompted: bool = False
+    admitted_s: float = 0.0
     _keys: dict[int, list[BlockKey]] = field(default_factory=dict)
 
     def keys(self, request: Request, group: GroupShape, hash_block_size: int) -> Sequence[BlockKey]:

@@ -29,6 +29,7 @@ from kvortex.keys import BlockKey
 from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin.jobs import JobBook, LoadJob, StoreJob
 from kvortex.vllm_plugin.pool_view import PoolView
+from kvortex.vllm_plugin.request_log import EndedRequest, RequestLog, counts
 from kvortex.vllm_plugin.requests import RequestState
 from kvortex.vllm_plugin.step_log import StepLog
 
@@ -53,6 +54,7 @@ class SchedulerSide:
         groups: Sequence[GroupShape],
         *,
         drop_last_block: bool,
+        request_log: RequestLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._facts = facts
@@ -62,6 +64,7 @@ class SchedulerSide:
         self._matcher = PrefixMatcher(groups, index, drop_last_block=drop_last_block)
         self._residency = Residency(clock)
         self._ledger = Ledger()
+        self._request_log = request_log
         self._jobs = JobBook(facts.num_ranks, facts.settings.transfer_timeout, clock)
         self._requests: dict[str, RequestState] = {}
         self._costs = StepCosts()
@@ -157,6 +160,7 @@ class SchedulerSide:
             if first_time:
                 self._ledger.refused[Refusal.QUICKER_COMPUTED] += state.declined
                 state.prompted = True
+                state.admitted_s = time.time()
                 for group in self._groups:
                     keys = state.keys(request, group, self.view.hash_block_size)
                     self._index.prompt(keys, request.num_tokens)
@@ -332,10 +336,20 @@ class SchedulerSide:
                 for group in self._groups:
                     keys = state.keys(request, group, self.view.hash_block_size)
                     self._index.answered(keys, request.num_output_tokens)
+                self._log(request, state)
             self._jobs.request_ended(request.request_id)
             self._steps.request_ended(request.request_id)
             for ids in block_ids:
                 self._residency.used(reversed(ids))
+
+    def _log(self, request: Request, state: RequestState) -> None:
+        if self._request_log is not None:
+            group = self._groups[0]
+            keys = state.keys(request, group, self.view.hash_block_size)
+            # The last token was sampled and never computed: a block that ends with it is in no cache.
+            computed = max(request.num_prompt_tokens, request.num_tokens - 1) // group.block_size
+            tokens = request.num_prompt_tokens, request.num_output_tokens
+            self._request_log.add(EndedRequest(state.admitted_s, *tokens, tuple(keys[:computed])))
 
     def reset(self) -> None:
         """Forgets every block in RAM; copies under way end without being seen again."""
@@ -389,6 +403,7 @@ class SchedulerSide:
                 **self._ledger.as_dict(),
                 "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0},
                 "sessions": {"known": 0, "active": len(self._requests)},
+                "request_log": counts() if self._request_log is None else self._request_log.counts(),
             }
 
     def log_totals(self) -> None:
