@@ -75,8 +75,8 @@ class BlockIndex:
 
     def absent(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Those of `keys` that are neither READY nor WRITING: what is left to store."""
-        writing = self._writing
-        return [key for key in self._ready.missing(keys) if key not in writing]
+        writing, missing = self._writing, self._ready.missing(keys)
+        return [key for key in missing if key not in writing] if writing else missing
 
     def slot_state(self, slot: int) -> SlotState:
         self._assert_in_range([slot])
@@ -308,7 +308,8 @@ class BlockIndex:
         self._assert_ready(victims)
         distinct = len(set(victims))
         assert distinct == len(victims), f"the policy gave up {distinct} slots, not {len(victims)}"
-        pinned = self._pins.keys() & victims
+        pins = self._pins
+        pinned = [slot for slot in victims if slot in pins] if pins else []
         assert not pinned, f"the policy gave up {len(pinned)} pinned slots: {sorted(pinned)[:8]}"
         evicted = [self._keys[slot] for slot in victims]
         self._ready.remove(evicted)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvortex.cache.policies import DEFAULT_POLICY
+from kvortex.config.settings import KVCacheSettings
 from kvortex.replay.belady import BeladyTier
 from kvortex.replay.prefill import PrefillCost
 from kvortex.replay.tiers import IndexTier, Tier, VramTier
@@ -24,6 +24,7 @@ BELADY: Final = "belady"
 DEFAULT: Final = "default"
 WARM_UP: Final = 0.5
 """Share of the requests that fill the cache before hits are counted."""
+SERVER_DEFAULTS: Final = {name: field.default for name, field in KVCacheSettings.model_fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,11 @@ def replay(
     ram_bytes: int,
     vram_bytes: int,
     token_bytes: int,
-    idle_after_s: float = 30.0,
+    idle_after_s: float = SERVER_DEFAULTS["idle_after"],
     prefill: PrefillCost | None = None,
     warm_up: float = WARM_UP,
 ) -> ReplayResult:
-    """One policy, by its name in the configuration, `belady` or `default`.
+    """One policy, by its name in the configuration, `belady`, or `default`, which is the server's.
 
     Args:
         requests: at least one, in blocks of one size.
@@ -82,7 +83,7 @@ def replay(
     block_bytes = block_tokens * token_bytes
     ram_blocks = ram_bytes // block_bytes
     assert ram_blocks > 0, f"{ram_bytes} bytes of RAM for blocks of {block_bytes}"
-    eviction_policy = DEFAULT_POLICY if policy == DEFAULT else policy
+    eviction_policy = SERVER_DEFAULTS["eviction_policy"] if policy == DEFAULT else policy
     started = time.perf_counter()
     tier: Tier = (
         BeladyTier(requests, ram_blocks)

@@ -239,10 +239,12 @@ class SchedulerSide:
             decision = self.planner.plan(self.view.in_use, self.view.in_use_blocks)
             if decision.refused:
                 self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
+            if decision.not_worth:
+                self._ledger.refused[Refusal.NOT_WORTH] += decision.not_worth
             if decision.reservation is not None:
                 self._jobs.start_store(decision.candidates, decision.reservation.slots)
                 self._ledger.store.in_flight += len(decision.candidates)
-                self._ledger.ram_evicted += len(decision.reservation.evicted)
+                self._ledger.ram_evicted += len(decision.evicted)
             plan = self._jobs.take_plan()
             plan.timed_as = self._steps.begin(scheduler_output, loads=bool(plan.step_loads))
             return plan
@@ -335,6 +337,8 @@ class SchedulerSide:
             if state is not None and state.prompted:
                 for group in self._groups:
                     keys = state.keys(request, group, self.view.hash_block_size)
+                    # Blocks were told of as they were found or stored; a policy orders them by the whole prompt.
+                    self._index.touch(list(self._index.ready_slots(keys).values()))
                     self._index.answered(keys, request.num_output_tokens)
                 self._log(request, state)
             self._jobs.request_ended(request.request_id)
@@ -446,11 +450,11 @@ class _PoolEvents:
 
     def block_uncached(self, block_id: int, key: BlockKey) -> None:
         side = self._side
-        clean = side._residency.is_clean(key)
+        missed = not side._residency.is_clean(key) and not side._residency.is_given_up(key)
         if side._residency.block_uncached(block_id, key):
             side._ledger.vram_evicted += 1
             side._jobs.source_reused(block_id)
-            if not clean:
+            if missed:
                 side._ledger.vram_lost += 1
                 side.planner.block_lost()
 
