@@ -16,6 +16,7 @@ class Refusal(Enum):
     """Why a block or a load was not moved. Every drop is counted under one of these."""
 
     RAM_PINNED = "ram_pinned"
+    NOT_WORTH = "not_worth"
     SOURCE_REUSED = "source_reused"
     RESET = "reset"
     LAYOUT = "layout"

@@ -194,10 +194,12 @@ class SchedulerSide:
             decision = self.planner.plan(self.view.in_use)
             if decision.refused:
                 self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
+            if decision.not_worth:
+                self._ledger.refused[Refusal.NOT_WORTH] += decision.not_worth
             if decision.reservation is not None:
                 self._jobs.start_store(decision.candidates, decision.reservation.slots)
                 self._ledger.store.in_flight += len(decision.candidates)
-                self._ledger.ram_evicted += len(decision.reservation.evicted)
+                self._ledger.ram_evicted += len(decision.evicted)
             return self._jobs.take_plan()
 
     @property
@@ -376,11 +378,11 @@ class _PoolEvents:
 
     def block_uncached(self, block_id: int, key: BlockKey) -> None:
         side = self._side
-        clean = side._residency.is_clean(key)
+        missed = not side._residency.is_clean(key) and not side._residency.is_given_up(key)
         if side._residency.block_uncached(block_id, key):
             side._ledger.vram_evicted += 1
             side._jobs.source_reused(block_id)
-            if not clean:
+            if missed:
                 side._ledger.vram_lost += 1
                 side.planner.block_lost()
 
