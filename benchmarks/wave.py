@@ -176,7 +176,7 @@ class Play:
                     "output_tokens_s": round(options.conversations * options.answer / seconds),
                     "ttft_p50_ms": round(waits[len(waits) // 2] * 1e3),
                     "ttft_p99_ms": round(waits[-1] * 1e3),
-                    **{name: after[name] - before[name] for name in after},
+                    **{name: after[name] - before.get(name, 0) for name in after},
                 }
             )
         return rows
@@ -215,6 +215,8 @@ class Play:
             "stored_blocks": snapshot["store"]["blocks"],
             "loaded_blocks": snapshot["load"]["blocks"],
             "lost_blocks": snapshot["evicted"][LOST],
+            "ram_evicted_blocks": snapshot["evicted"]["ram_blocks"],
+            **{f"refused_{reason}": count for reason, count in sorted(side._ledger.refused.items(), key=str)},
         }
 
 

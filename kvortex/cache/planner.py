@@ -9,17 +9,26 @@ to copy them is not worth it, and VRAM may take them at once.
 How much room a burst of allocations needs depends on the load, not on a share: sixteen conversations that return in one
 step may take three quarters of VRAM at once. A block that VRAM takes before it was copied says that the marks are too
 high for this load: they drop to write-through, and come back up over `RECOVERY_S` without such a loss.
+
+All that holds while RAM has free slots. Once it is full, a copy costs another block its place, and a block that both tiers
+hold takes two: then only those blocks are stored that VRAM takes next, `ahead_blocks` and what waiting requests want, and
+their slots come first from spare copies, then from what the policy gives up. VRAM and RAM hold nearly their sum. Write-through
+stays write-through: there every block has a copy, whatever it displaces.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
+from kvortex.cache.gate import NOBODY, Line
 from kvortex.cache.index import BlockIndex, Reservation
 from kvortex.cache.residency import Candidate, Residency
+from kvortex.cache.spares import Spares
 from kvortex.keys import BlockKey
 
 RECOVERY_S: Final = 600.0
@@ -28,12 +37,17 @@ RECOVERY_S: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Shares of the VRAM blocks, 0 to 1, `target <= threshold`; blocks a step; seconds."""
+    """Shares of the VRAM blocks, 0 to 1, `target <= threshold`; blocks a step; seconds.
+
+    Attributes:
+        ahead_blocks: blocks that VRAM takes next which are kept safe when RAM is full; at most what `threshold` leaves.
+    """
 
     threshold: float
     target: float
     batch_blocks: int
     idle_after_s: float
+    ahead_blocks: int = 0
 
     def __post_init__(self) -> None:
         assert 0 <= self.target <= self.threshold <= 1, (self.target, self.threshold)
@@ -61,6 +75,22 @@ class StoreDecision:
 NOTHING = StoreDecision()
 
 
+class VramOrder(Protocol):
+    """What the planner asks of vLLM's block pool."""
+
+    def in_use(self, block_id: int) -> bool:
+        """True while a request holds the block."""
+        ...
+
+    def next_taken(self, count: int) -> Iterable[int]:
+        """Up to `count` blocks that no request holds, in the order in which VRAM takes them."""
+        ...
+
+    def next_taken_mark(self) -> object:
+        """Equal while that order has not changed at its head."""
+        ...
+
+
 class OffloadPlanner:
     """Decides, once a step, which blocks to store. EngineCore process, scheduler thread."""
 
@@ -83,14 +113,32 @@ class OffloadPlanner:
         self._residency = residency
         self._index = index
         self._storing = False
+        self._write_through = watermarks.threshold == 0
+        self._ahead_blocks = min(watermarks.ahead_blocks, capacity_blocks - self._start_above)
+        self._looked_at: object = None
+        self._let_go_after_s = math.inf
+        self._spares = Spares(index, residency)
         self.in_flight_blocks = 0
         """Blocks given out and not yet reported by `ended`."""
 
-    def plan(self, in_use: Callable[[int], bool]) -> StoreDecision:
+    def plan(self, vram: VramOrder, line: Line = NOBODY) -> StoreDecision:
         """This step's stores. Slots are reserved for those blocks that are worth more than what the policy gives up.
 
-        Costs the blocks it stores; one comparison when nothing is due.
+        Costs the blocks it stores, and where VRAM has taken some, those it takes next; a few comparisons when nothing is
+        due.
+
+        Args:
+            line: the requests that wait until what is in the blocks they want is safe.
         """
+        taken = self._due_by_share(vram.in_use)
+        next_taken, spared = self._due_next(vram, line, self._index.free - len(taken))
+        taken += next_taken
+        # Two VRAM blocks may hold the same content; one copy serves both.
+        candidate_of = {c.key: c for c in taken}
+        absent = self._index.absent(candidate_of)
+        return self._reserve([candidate_of[key] for key in absent], spared) if absent or spared else NOTHING
+
+    def _due_by_share(self, in_use: Callable[[int], bool]) -> list[Candidate]:
         due = self._residency.resident_blocks - self._residency.given_up_blocks - self.in_flight_blocks
         arrived = self._residency.arrivals - self._arrivals_seen
         self._arrivals_seen = self._residency.arrivals
@@ -101,16 +149,44 @@ class OffloadPlanner:
         if due <= stop_at:
             self._storing = False
         if not self._storing:
-            return NOTHING
+            return []
         wanted = min(due - stop_at, self._marks.batch_blocks + arrived)
         self._storing = due - wanted > stop_at
-        taken = self._residency.take(wanted, in_use=in_use, idle_after_s=self._marks.idle_after_s)
-        # Two VRAM blocks may hold the same content; one copy serves both.
-        candidate_of = {c.key: c for c in taken}
-        absent = self._index.absent(candidate_of)
-        return self._reserve([candidate_of[key] for key in absent]) if absent else NOTHING
+        if not self._write_through:
+            wanted = min(wanted, self._index.free)
+        return self._residency.take(wanted, in_use=in_use, idle_after_s=self._marks.idle_after_s)
 
-    def _reserve(self, candidates: Sequence[Candidate]) -> StoreDecision:
+    def _due_next(self, vram: VramOrder, line: Line, free_slots: int) -> tuple[list[Candidate], list[BlockKey]]:
+        """Of the blocks that VRAM takes next, those to store now; and the copies that were spared for them.
+
+        What the first in line wants must be safe soon: where neither free slots nor spare copies, nor those that loads
+        under way will leave, are enough, the policy finds room. Those behind it take what is to be had.
+        """
+        ahead = self._ahead_blocks if free_slots <= 0 else 0
+        first, count = max(line.first_blocks, ahead), line.blocks + ahead
+        looked_at = (vram.next_taken_mark(), count)
+        if not count or not self._residency.queued_blocks or self._write_through or looked_at == self._looked_at:
+            return [], []
+        blocks = list(vram.next_taken(count))
+        self._let_go_after_s = self._last_let_go_s(blocks) if len(blocks) == count else math.inf
+        due = [place for place, block_id in enumerate(blocks) if self._residency.is_due(block_id)]
+        spared = self._spare(len(due) - free_slots, vram.in_use)
+        at_hand = free_slots + len(spared)
+        urgent = bisect_left(due, first)
+        now = min(len(due), at_hand + max(0, urgent - at_hand - self._index.pinned))
+        self._looked_at = looked_at if now == len(due) else None
+        # vLLM takes a prompt's tail first; the policy expects heads before tails.
+        return self._residency.take_these(blocks[place] for place in reversed(due[:now])), spared
+
+    def _last_let_go_s(self, blocks: Sequence[int]) -> float:
+        known = (self._residency.let_go_s(block_id) for block_id in reversed(blocks))
+        return next((let_go_s for let_go_s in known if let_go_s is not None), math.inf)
+
+    def in_vram_too(self, slots: Sequence[int]) -> None:
+        """A request uses the blocks of these slots in VRAM, head first: their copies may be spared."""
+        self._spares.add(slots)
+
+    def _reserve(self, candidates: Sequence[Candidate], spared: Sequence[BlockKey]) -> StoreDecision:
         keys = [c.key for c in candidates]
         refused = max(0, len(keys) - self._index.free - self._index.evictable)
         room = self._index.make_room(keys)
@@ -120,12 +196,20 @@ class OffloadPlanner:
         not_worth = len(left) - refused
         self._residency.declined(left[:not_worth])  # the tails behind them are what found no slot
         if not wanted:
-            return StoreDecision(refused=refused, not_worth=not_worth)
+            return StoreDecision(evicted=(*spared, *room.evicted), refused=refused, not_worth=not_worth)
         reservation = self._index.reserve(room.keys)
         assert isinstance(reservation, Reservation), reservation
         self.in_flight_blocks += len(wanted)
         kept = tuple(c for c in candidates if c.key in wanted)
-        return StoreDecision(kept, reservation, room.evicted, refused, not_worth)
+        return StoreDecision(kept, reservation, (*spared, *room.evicted), refused, not_worth)
+
+    def _spare(self, slots: int, in_use: Callable[[int], bool]) -> list[BlockKey]:
+        """Gives up to so many copies that are spare."""
+        if slots <= 0:
+            return []
+        keys = self._index.give_up(self._spares.take(slots, in_use=in_use, let_go_after_s=self._let_go_after_s))
+        self._residency.copies_spared(keys)
+        return keys
 
     @property
     def extra_room_blocks(self) -> float:
@@ -134,7 +218,9 @@ class OffloadPlanner:
         return max(0.0, self._extra_room - regained)
 
     def block_lost(self) -> None:
-        """VRAM took a resident block for something else before it was copied."""
+        """VRAM took a resident block for something else before it was copied. With RAM full the marks say nothing."""
+        if not self._index.free and not self._write_through:
+            return
         self._extra_room = float(self._capacity_blocks)
         self._extra_room_at = self._clock()
 

@@ -7,6 +7,7 @@ vLLM replaces the map when its prefix cache is reset; `refresh` notices that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.block_pool import BlockHashToBlockMap
@@ -85,6 +86,20 @@ class PoolView:
     def in_use(self, block_id: int) -> bool:
         """True while a request holds the block; a complete block not in use is cold."""
         return bool(self._blocks[block_id].ref_cnt > 0)
+
+    def next_taken(self, count: int) -> Iterator[int]:
+        """Up to `count` blocks that no request holds, in the order in which vLLM takes them. Costs those asked for."""
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        while count > 0 and block is not None and block.block_id >= 0:
+            yield block.block_id
+            block = block.next_free_block
+            count -= 1
+
+    def next_taken_mark(self) -> tuple[int, int]:
+        """Equal marks: most likely vLLM took and got back no block in between."""
+        queue = self._pool.free_block_queue
+        first = queue.fake_free_list_head.next_free_block
+        return int(queue.num_free_blocks), -1 if first is None else int(first.block_id)
 
     def is_null(self, block_id: int) -> bool:
         return bool(self._blocks[block_id].is_null)

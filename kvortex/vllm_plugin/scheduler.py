@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import kvortex
+from kvortex.cache.gate import Gate
 from kvortex.cache.index import BlockIndex, KeyState
 from kvortex.cache.planner import OffloadPlanner
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
@@ -59,6 +60,7 @@ class SchedulerSide:
         self._residency = Residency(clock)
         self._ledger = Ledger()
         self._jobs = JobBook(facts.num_ranks, facts.settings.transfer_timeout, clock)
+        self._gate = Gate(clock)
         self._requests: dict[str, RequestState] = {}
         self._started_at = clock()
         self._lock = threading.Lock()
@@ -95,12 +97,32 @@ class SchedulerSide:
                 return 0
             if self._jobs.loading(self._next_key(request, state, local_tokens)):
                 return None
+            if self._must_wait(request, state, local_tokens):
+                return None
             state.hit = self._matcher.match(
                 lambda group: state.keys(request, group, self.view.hash_block_size),
                 request.num_tokens,
                 local_tokens,
             )
             return state.hit.ram_tokens
+
+    def _must_wait(self, request: Request, state: RequestState, local_tokens: int) -> bool:
+        """Whether what VRAM would take for the request is worth waiting for; see `Gate`."""
+        groups = self._groups
+        wanted = sum(-(-request.num_tokens // group.block_size) - local_tokens // group.block_size for group in groups)
+        return self._gate.must_wait(request.request_id, wanted, lambda: self._at_stake(request, state, local_tokens, wanted))
+
+    def _at_stake(self, request: Request, state: RequestState, local_tokens: int, wanted: int) -> bool:
+        """Whether one of the next `wanted` blocks that VRAM takes is due for a copy or being copied."""
+        hit: set[BlockKey] = set()  # the request takes these out of VRAM's order before VRAM takes any
+        for group in self._groups:
+            hit.update(state.keys(request, group, self.view.hash_block_size)[: local_tokens // group.block_size])
+        residency, jobs = self._residency, self._jobs
+        return any(
+            residency.is_due(block_id) or jobs.copies_from(block_id)
+            for block_id in self.view.next_taken(wanted)
+            if residency.key_of(block_id) not in hit
+        )
 
     def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
         """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
@@ -137,7 +159,9 @@ class SchedulerSide:
         for group in self._groups:
             keys = state.keys(request, group, self.view.hash_block_size)
             held = self._index.ready_slots(keys[: local_tokens // group.block_size])
-            self._index.touch(list(held.values()))
+            slots = list(held.values())
+            self._index.touch(slots)
+            self.planner.in_vram_too(slots)
 
     def _order_load(
         self,
@@ -191,7 +215,7 @@ class SchedulerSide:
         with self._lock:
             self.view.refresh()
             self._give_up_overdue_stores()
-            decision = self.planner.plan(self.view.in_use)
+            decision = self.planner.plan(self.view, self._gate.take_line())
             if decision.refused:
                 self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
             if decision.not_worth:
@@ -253,6 +277,7 @@ class SchedulerSide:
                 self._ledger.recomputed_tokens += job.ram_tokens
                 logger.warning("a load for request %s failed, it is computed instead: %s", job.request_id, job.detail)
         else:
+            self.planner.in_vram_too(job.slots)
             self._ledger.load.blocks += len(job.slots)
             self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
             self._ledger.load.seconds += job.seconds

@@ -32,6 +32,7 @@ class EngineFacts:
     Attributes:
         num_ranks: workers that each hold a part of every block (tensor parallel size).
         rank_block_bytes: bytes of a block on one rank.
+        step_blocks: blocks that the tokens of one step may fill.
         num_slots: host slots of each rank; slot `s` holds the parts of one block on all ranks.
         engine_id: vLLM's name of this engine, equal in all its processes.
     """
@@ -43,6 +44,7 @@ class EngineFacts:
     block_size: int
     num_ranks: int
     rank_block_bytes: int
+    step_blocks: int
     num_slots: int
     namespace: bytes
 
@@ -59,6 +61,7 @@ class EngineFacts:
             target=s.effective_offload_target,
             batch_blocks=max(1, s.offload_batch // self.server_block_bytes),
             idle_after_s=s.idle_after,
+            ahead_blocks=self.step_blocks,
         )
 
 
@@ -111,6 +114,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
         block_size=block_size,
         num_ranks=num_ranks,
         rank_block_bytes=rank_block_bytes,
+        step_blocks=-(-int(vllm_config.scheduler_config.max_num_batched_tokens) // block_size),
         num_slots=num_slots,
         namespace=_namespace(vllm_config, kv_cache_config).digest(),
     )
