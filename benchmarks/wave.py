@@ -60,7 +60,8 @@ LOST = "vram_uncopied_blocks"
 class Worker:
     """Takes a step's plan, and answers each order once the link has had time for it."""
 
-    def __init__(self, block_bytes: int, bytes_a_second: float) -> None:
+    def __init__(self, block_bytes: int, bytes_a_second: float, lag_steps: int) -> None:
+        self._ends_seen = deque([0.0] * lag_steps)
         self._block_s = block_bytes / bytes_a_second
         self._free_at = {Direction.STORE: 0.0, Direction.LOAD: 0.0}
         self._orders: deque[tuple[float, JobResult, str | None]] = deque()
@@ -74,6 +75,8 @@ class Worker:
             self._orders.append((end_s, result, plan.requests.get(order.job_id)))
 
     def answers(self, now_s: float) -> KVConnectorOutput:
+        self._ends_seen.append(now_s)
+        now_s = self._ends_seen.popleft()
         ended = [order for order in self._orders if order[0] <= now_s]
         self._orders = deque(order for order in self._orders if order[0] > now_s)
         report = StepReport({0: [result for _, result, _ in ended]}) if ended else None
@@ -113,7 +116,7 @@ class Play:
                 config, kv_cache, StructuredOutputManager(config), block_size=options.block_size
             )
         block_bytes = options.block_size * 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
-        self._worker = Worker(block_bytes, options.link_gb_s * 1e9)
+        self._worker = Worker(block_bytes, options.link_gb_s * 1e9, options.lag_steps)
 
     def _engine_args(self, folder: str) -> EngineArgs:
         options = self._options
@@ -235,6 +238,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=8.0)
     parser.add_argument("--token-us", type=float, default=28.0)
     parser.add_argument("--link-gb-s", type=float, default=47.0)
+    parser.add_argument("--lag-steps", type=int, default=1, help="steps until an answer is heard; 1 with async scheduling")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     logging.getLogger("vllm").setLevel(logging.WARNING)

@@ -82,8 +82,8 @@ class VramOrder(Protocol):
         """True while a request holds the block."""
         ...
 
-    def next_taken(self, count: int) -> Iterable[int]:
-        """Up to `count` blocks that no request holds, in the order in which VRAM takes them."""
+    def next_taken(self) -> Iterable[int]:
+        """The blocks that no request holds, in the order in which VRAM takes them."""
         ...
 
     def next_taken_mark(self) -> object:
@@ -136,7 +136,7 @@ class OffloadPlanner:
         # Two VRAM blocks may hold the same content; one copy serves both.
         candidate_of = {c.key: c for c in taken}
         absent = self._index.absent(candidate_of)
-        return self._reserve([candidate_of[key] for key in absent], spared) if absent or spared else NOTHING
+        return self._reserve([candidate_of[key] for key in absent], spared, vram.in_use) if absent or spared else NOTHING
 
     def _due_by_share(self, in_use: Callable[[int], bool]) -> list[Candidate]:
         due = self._residency.resident_blocks - self._residency.given_up_blocks - self.in_flight_blocks
@@ -162,13 +162,11 @@ class OffloadPlanner:
         What the first in line wants must be safe soon: where neither free slots nor spare copies, nor those that loads
         under way will leave, are enough, the policy finds room. Those behind it take what is to be had.
         """
-        ahead = self._ahead_blocks if free_slots <= 0 else 0
-        first, count = max(line.first_blocks, ahead), line.blocks + ahead
-        looked_at = (vram.next_taken_mark(), count)
-        if not count or not self._residency.queued_blocks or self._write_through or looked_at == self._looked_at:
+        first, most = max(line.first_blocks, self._ahead_blocks), line.blocks + self._ahead_blocks
+        looked_at = (vram.next_taken_mark(), most)
+        if not most or not self._residency.queued_blocks or self._write_through or looked_at == self._looked_at:
             return [], []
-        blocks = list(vram.next_taken(count))
-        self._let_go_after_s = self._last_let_go_s(blocks) if len(blocks) == count else math.inf
+        blocks, first = self._next_prompts(vram, first, most)
         due = [place for place, block_id in enumerate(blocks) if self._residency.is_due(block_id)]
         spared = self._spare(len(due) - free_slots, vram.in_use)
         at_hand = free_slots + len(spared)
@@ -178,19 +176,49 @@ class OffloadPlanner:
         # vLLM takes a prompt's tail first; the policy expects heads before tails.
         return self._residency.take_these(blocks[place] for place in reversed(due[:now])), spared
 
-    def _last_let_go_s(self, blocks: Sequence[int]) -> float:
-        known = (self._residency.let_go_s(block_id) for block_id in reversed(blocks))
-        return next((let_go_s for let_go_s in known if let_go_s is not None), math.inf)
+    def _whole_prompts(self, vram: VramOrder, count: int) -> list[int]:
+        """The next `count` blocks, and what else the request let go of that let go of the last one."""
+        blocks: list[int] = []
+        last_s: float | None = None
+        for block_id in vram.next_taken(MAX):
+            let_go_s = self._residency.let_go_s(block_id)
+            if len(blocks) >= count and (let_go_s is None or let_go_s != last_s):
+                break
+            blocks.append(block_id)
+            last_s = let_go_s
+        return blocks
+
+    def _next_prompts(self, vram: VramOrder, first: int, most: int) -> tuple[list[int], int]:
+        """The next `most` blocks that VRAM takes, and how many of them are the next `first`; both with all that the request
+        let go of that let go of the last one. VRAM takes tails first: heads, judged later, would be declined behind tails
+        that are of no use without them."""
+        blocks: list[int] = []
+        edge, last_s = 0, math.inf
+        for block_id in vram.next_taken():
+            let_go_s = self._residency.let_go_s(block_id)
+            is_edge = let_go_s is None or let_go_s != last_s
+            if is_edge and len(blocks) >= first and not edge:
+                edge = len(blocks)
+            if is_edge and len(blocks) >= most:
+                self._let_go_after_s = last_s
+                break
+            blocks.append(block_id)
+            last_s = math.inf if let_go_s is None else let_go_s
+        else:
+            self._let_go_after_s = math.inf
+        return blocks, edge or len(blocks)
 
     def in_vram_too(self, slots: Sequence[int]) -> None:
         """A request uses the blocks of these slots in VRAM, head first: their copies may be spared."""
         self._spares.add(slots)
 
-    def _reserve(self, candidates: Sequence[Candidate], spared: Sequence[BlockKey]) -> StoreDecision:
+    def _reserve(
+        self, candidates: Sequence[Candidate], spared: Sequence[BlockKey], in_use: Callable[[int], bool]
+    ) -> StoreDecision:
         keys = [c.key for c in candidates]
         refused = max(0, len(keys) - self._index.free - self._index.evictable)
         room = self._index.make_room(keys)
-        self._residency.copies_lost(room.evicted)
+        self._copies_lost(room.evicted, in_use)
         wanted = set(room.keys)
         left = [key for key in keys if key not in wanted]
         not_worth = len(left) - refused
@@ -202,6 +230,16 @@ class OffloadPlanner:
         self.in_flight_blocks += len(wanted)
         kept = tuple(c for c in candidates if c.key in wanted)
         return StoreDecision(kept, reservation, (*spared, *room.evicted), refused, not_worth)
+
+    def _copies_lost(self, keys: Iterable[BlockKey], in_use: Callable[[int], bool]) -> None:
+        """The policy gave these up. What VRAM keeps for a while is not lost by that, and is offered again before it is."""
+        residency = self._residency
+        if not self._write_through:
+            after_s = self._let_go_after_s
+            residency.copies_spared(
+                [key for key in keys if residency.stays(key, in_use=in_use, let_go_after_s=after_s)]
+            )
+        residency.copies_lost(keys)
 
     def _spare(self, slots: int, in_use: Callable[[int], bool]) -> list[BlockKey]:
         """Gives up to so many copies that are spare."""
@@ -217,8 +255,9 @@ class OffloadPlanner:
         regained = self._capacity_blocks * (self._clock() - self._extra_room_at) / RECOVERY_S
         return max(0.0, self._extra_room - regained)
 
-    def block_lost(self) -> None:
-        """VRAM took a resident block for something else before it was copied. With RAM full the marks say nothing."""
+    def outrun(self) -> None:
+        """VRAM took a resident block for something else before it was copied, or a request waits until it is. With RAM full
+        the marks say nothing."""
         if not self._index.free and not self._write_through:
             return
         self._extra_room = float(self._capacity_blocks)

@@ -15,6 +15,7 @@ from typing import Final
 from kvortex.cache.policies import DEFAULT_POLICY
 from kvortex.replay.belady import BeladyTier
 from kvortex.replay.tiers import IndexTier, Tier, VramTier
+from kvortex.replay.two_tiers import TwoTiers
 from kvortex.replay.trace import BLOCK_TOKENS, TracedRequest
 
 BELADY: Final = "belady"
@@ -70,12 +71,15 @@ def replay(
     assert ram_blocks > 0, f"{ram_bytes} bytes of RAM for blocks of {block_bytes}"
     eviction_policy = DEFAULT_POLICY if policy == DEFAULT else policy
     started = time.perf_counter()
-    tier: Tier = (
-        BeladyTier(requests, ram_blocks)
-        if eviction_policy == BELADY
-        else IndexTier(eviction_policy, ram_blocks, idle_after_s=idle_after_s)
-    )
-    vram = VramTier(vram_bytes // block_bytes)
+    vram_blocks = vram_bytes // block_bytes
+    tier: Tier
+    vram: VramTier | TwoTiers = VramTier(vram_blocks)
+    if eviction_policy == BELADY:
+        tier = BeladyTier(requests, ram_blocks)
+    elif vram_blocks:
+        tier = vram = TwoTiers(eviction_policy, ram_blocks, vram_blocks, idle_after_s=idle_after_s)
+    else:
+        tier = IndexTier(eviction_policy, ram_blocks, idle_after_s=idle_after_s)
     first = len(requests) // 2
     queried = vram_hit = ram_hit = loaded = stored = 0
     for number, request in enumerate(requests):

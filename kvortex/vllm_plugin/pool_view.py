@@ -87,13 +87,12 @@ class PoolView:
         """True while a request holds the block; a complete block not in use is cold."""
         return bool(self._blocks[block_id].ref_cnt > 0)
 
-    def next_taken(self, count: int) -> Iterator[int]:
-        """Up to `count` blocks that no request holds, in the order in which vLLM takes them. Costs those asked for."""
+    def next_taken(self) -> Iterator[int]:
+        """The blocks that no request holds, in the order in which vLLM takes them. Costs those asked for."""
         block = self._pool.free_block_queue.fake_free_list_head.next_free_block
-        while count > 0 and block is not None and block.block_id >= 0:
+        while block is not None and block is not self._pool.free_block_queue.fake_free_list_tail:
             yield block.block_id
             block = block.next_free_block
-            count -= 1
 
     def next_taken_mark(self) -> tuple[int, int]:
         """Equal marks: most likely vLLM took and got back no block in between."""

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import kvortex
@@ -120,7 +121,7 @@ class SchedulerSide:
         residency, jobs = self._residency, self._jobs
         return any(
             residency.is_due(block_id) or jobs.copies_from(block_id)
-            for block_id in self.view.next_taken(wanted)
+            for block_id in islice(self.view.next_taken(), wanted)
             if residency.key_of(block_id) not in hit
         )
 
@@ -215,7 +216,10 @@ class SchedulerSide:
         with self._lock:
             self.view.refresh()
             self._give_up_overdue_stores()
-            decision = self.planner.plan(self.view, self._gate.take_line())
+            line = self._gate.take_line()
+            if line.blocks:
+                self.planner.outrun()
+            decision = self.planner.plan(self.view, line)
             if decision.refused:
                 self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
             if decision.not_worth:
@@ -409,7 +413,7 @@ class _PoolEvents:
             side._jobs.source_reused(block_id)
             if missed:
                 side._ledger.vram_lost += 1
-                side.planner.block_lost()
+                side.planner.outrun()
 
     def prefix_cache_reset(self) -> None:
         self._side.prefix_cache_reset()

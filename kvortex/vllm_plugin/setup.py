@@ -61,7 +61,7 @@ class EngineFacts:
             target=s.effective_offload_target,
             batch_blocks=max(1, s.offload_batch // self.server_block_bytes),
             idle_after_s=s.idle_after,
-            ahead_blocks=self.step_blocks,
+            ahead_blocks=2 * self.step_blocks,
         )
 
 
