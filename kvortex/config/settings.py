@@ -108,7 +108,7 @@ class KVCacheSettings(BaseModel):
     prefetch_enabled: Annotated[bool, BeforeValidator(_switch)] = True
     num_streams: Annotated[int, BeforeValidator(_whole_number(1, MAX_STREAMS))] = 4
     block_size: Annotated[int, BeforeValidator(_whole_number(1, math.inf, BLOCK_SIZE_STEP))] = 128
-    eviction_policy: Annotated[str, BeforeValidator(_one_of(*EVICTION_POLICIES))] = "lru"
+    eviction_policy: Annotated[str, BeforeValidator(_one_of(*EVICTION_POLICIES))] = "adaptive"
     transfer_timeout: Annotated[float, BeforeValidator(_some_seconds)] = 30.0
 
     @property

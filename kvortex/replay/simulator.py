@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvortex.cache.policies import DEFAULT_POLICY
+from kvortex.config.settings import KVCacheSettings
 from kvortex.replay.belady import BeladyTier
 from kvortex.replay.tiers import IndexTier, Tier, VramTier
 from kvortex.replay.two_tiers import TwoTiers
@@ -20,6 +20,7 @@ from kvortex.replay.trace import BLOCK_TOKENS, TracedRequest
 
 BELADY: Final = "belady"
 DEFAULT: Final = "default"
+SERVER_DEFAULTS: Final = {name: field.default for name, field in KVCacheSettings.model_fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,9 @@ def replay(
     ram_bytes: int,
     vram_bytes: int,
     token_bytes: int,
-    idle_after_s: float = 30.0,
+    idle_after_s: float = SERVER_DEFAULTS["idle_after"],
 ) -> ReplayResult:
-    """One policy, by its name in the configuration, `belady` or `default`.
+    """One policy, by its name in the configuration, `belady`, or `default`, which is the server's.
 
     Args:
         ram_bytes: at least one block of 512 tokens.
@@ -69,7 +70,7 @@ def replay(
     block_bytes = BLOCK_TOKENS * token_bytes
     ram_blocks = ram_bytes // block_bytes
     assert ram_blocks > 0, f"{ram_bytes} bytes of RAM for blocks of {block_bytes}"
-    eviction_policy = DEFAULT_POLICY if policy == DEFAULT else policy
+    eviction_policy = SERVER_DEFAULTS["eviction_policy"] if policy == DEFAULT else policy
     started = time.perf_counter()
     vram_blocks = vram_bytes // block_bytes
     tier: Tier

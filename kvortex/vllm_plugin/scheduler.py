@@ -313,6 +313,8 @@ class SchedulerSide:
             if state is not None and state.prompted:
                 for group in self._groups:
                     keys = state.keys(request, group, self.view.hash_block_size)
+                    # Blocks were told of as they were found or stored; a policy orders them by the whole prompt.
+                    self._index.touch(list(self._index.ready_slots(keys).values()))
                     self._index.answered(keys, request.num_output_tokens)
             self._jobs.request_ended(request.request_id)
             for ids in block_ids:

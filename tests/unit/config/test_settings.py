@@ -47,7 +47,7 @@ def test_the_defaults_are_the_documented_ones_in_base_units() -> None:
         "prefetch_enabled": True,
         "num_streams": 4,
         "block_size": 128,
-        "eviction_policy": "lru",
+        "eviction_policy": "adaptive",
         "transfer_timeout": 30.0,
     }
 
