@@ -112,9 +112,7 @@ class Play:
             patch.object(plugin, "end_with_parent"),
             patch.object(plugin, "StatsServer"),
         ):
-            self.scheduler = Scheduler(
-                config, kv_cache, StructuredOutputManager(config), block_size=options.block_size
-            )
+            self.scheduler = Scheduler(config, kv_cache, StructuredOutputManager(config), block_size=options.block_size)
         block_bytes = options.block_size * 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
         self._worker = Worker(block_bytes, options.link_gb_s * 1e9, options.lag_steps)
 
@@ -238,7 +236,9 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=8.0)
     parser.add_argument("--token-us", type=float, default=28.0)
     parser.add_argument("--link-gb-s", type=float, default=47.0)
-    parser.add_argument("--lag-steps", type=int, default=1, help="steps until an answer is heard; 1 with async scheduling")
+    parser.add_argument(
+        "--lag-steps", type=int, default=1, help="steps until an answer is heard; 1 with async scheduling"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     logging.getLogger("vllm").setLevel(logging.WARNING)

@@ -72,6 +72,11 @@ class StoreDecision:
     not_worth: int = 0
 
 
+LOOKS_AHEAD: Final = 8
+"""What VRAM takes next is looked at again when it has taken this part of it."""
+MOST_BEHIND: Final = 2048
+"""Blocks looked at in one step for those behind the first in line."""
+
 NOTHING = StoreDecision()
 
 
@@ -86,8 +91,9 @@ class VramOrder(Protocol):
         """The blocks that no request holds, in the order in which VRAM takes them."""
         ...
 
-    def next_taken_mark(self) -> object:
-        """Equal while that order has not changed at its head."""
+    @property
+    def free_blocks(self) -> int:
+        """How many those are."""
         ...
 
 
@@ -115,7 +121,7 @@ class OffloadPlanner:
         self._storing = False
         self._write_through = watermarks.threshold == 0
         self._ahead_blocks = min(watermarks.ahead_blocks, capacity_blocks - self._start_above)
-        self._looked_at: object = None
+        self._looked_at: tuple[int, int] | None = None
         self._let_go_after_s = math.inf
         self._spares = Spares(index, residency)
         self.in_flight_blocks = 0
@@ -136,7 +142,9 @@ class OffloadPlanner:
         # Two VRAM blocks may hold the same content; one copy serves both.
         candidate_of = {c.key: c for c in taken}
         absent = self._index.absent(candidate_of)
-        return self._reserve([candidate_of[key] for key in absent], spared, vram.in_use) if absent or spared else NOTHING
+        return (
+            self._reserve([candidate_of[key] for key in absent], spared, vram.in_use) if absent or spared else NOTHING
+        )
 
     def _due_by_share(self, in_use: Callable[[int], bool]) -> list[Candidate]:
         due = self._residency.resident_blocks - self._residency.given_up_blocks - self.in_flight_blocks
@@ -162,31 +170,26 @@ class OffloadPlanner:
         What the first in line wants must be safe soon: where neither free slots nor spare copies, nor those that loads
         under way will leave, are enough, the policy finds room. Those behind it take what is to be had.
         """
-        first, most = max(line.first_blocks, self._ahead_blocks), line.blocks + self._ahead_blocks
-        looked_at = (vram.next_taken_mark(), most)
-        if not most or not self._residency.queued_blocks or self._write_through or looked_at == self._looked_at:
+        if self._write_through or not self._residency.queued_blocks or not (line.blocks or self._has_moved_on(vram)):
             return [], []
-        blocks, first = self._next_prompts(vram, first, most)
+        first = max(line.first_blocks, self._ahead_blocks)
+        blocks, first = self._next_prompts(vram, first, min(line.blocks + self._ahead_blocks, first + MOST_BEHIND))
         due = [place for place, block_id in enumerate(blocks) if self._residency.is_due(block_id)]
         spared = self._spare(len(due) - free_slots, vram.in_use)
         at_hand = free_slots + len(spared)
         urgent = bisect_left(due, first)
         now = min(len(due), at_hand + max(0, urgent - at_hand - self._index.pinned))
-        self._looked_at = looked_at if now == len(due) else None
+        self._looked_at = (self._residency.changes, vram.free_blocks) if now == len(due) else None
         # vLLM takes a prompt's tail first; the policy expects heads before tails.
         return self._residency.take_these(blocks[place] for place in reversed(due[:now])), spared
 
-    def _whole_prompts(self, vram: VramOrder, count: int) -> list[int]:
-        """The next `count` blocks, and what else the request let go of that let go of the last one."""
-        blocks: list[int] = []
-        last_s: float | None = None
-        for block_id in vram.next_taken(MAX):
-            let_go_s = self._residency.let_go_s(block_id)
-            if len(blocks) >= count and (let_go_s is None or let_go_s != last_s):
-                break
-            blocks.append(block_id)
-            last_s = let_go_s
-        return blocks
+    def _has_moved_on(self, vram: VramOrder) -> bool:
+        """Whether VRAM has taken a part of what was looked at. Each look pays for what was taken since the last."""
+        if self._looked_at is None:
+            return self._ahead_blocks > 0
+        before, free_blocks = self._looked_at
+        taken = max(self._residency.changes - before, free_blocks - vram.free_blocks)
+        return taken * LOOKS_AHEAD >= self._ahead_blocks > 0
 
     def _next_prompts(self, vram: VramOrder, first: int, most: int) -> tuple[list[int], int]:
         """The next `most` blocks that VRAM takes, and how many of them are the next `first`; both with all that the request

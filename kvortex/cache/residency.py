@@ -43,6 +43,8 @@ class Residency:
         self._given_up_blocks = 0
         self.arrivals = 0
         """Blocks that became resident so far."""
+        self.changes = 0
+        """Blocks that VRAM has completed, or taken for something else, so far."""
         # When each block became complete: a prompt's heads before its tails.
         self._number_of: dict[int, int] = {}
         self._next_number = 0
@@ -111,6 +113,7 @@ class Residency:
             return  # vLLM may file one block under more hashes; the first names it
         self._worth_a_copy(key)  # that it was computed again is a use
         self._key_of[block_id] = key
+        self.changes += 1
         self._number_of[block_id] = self._next_number
         self._next_number += 1
         self._blocks_of.setdefault(key, set()).add(block_id)
@@ -126,6 +129,7 @@ class Residency:
         """VRAM no longer finds `block_id` under `key`: it is about to be written anew. False if named otherwise."""
         if self._key_of.get(block_id) != key:
             return False
+        self.changes += 1
         del self._key_of[block_id], self._number_of[block_id]
         self._queue.pop(block_id, None)
         self._let_go_s.pop(block_id, None)

@@ -15,8 +15,8 @@ from typing import Final
 from kvortex.config.settings import KVCacheSettings
 from kvortex.replay.belady import BeladyTier
 from kvortex.replay.tiers import IndexTier, Tier, VramTier
-from kvortex.replay.two_tiers import TwoTiers
 from kvortex.replay.trace import BLOCK_TOKENS, TracedRequest
+from kvortex.replay.two_tiers import TwoTiers
 
 BELADY: Final = "belady"
 DEFAULT: Final = "default"

@@ -63,8 +63,9 @@ class BlockPool:
     def next_taken(self) -> Iterator[int]:
         return iter(self._free)
 
-    def next_taken_mark(self) -> object:
-        return len(self._free), next(iter(self._free), None)
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
 
 
 class TwoTiers(IndexTier):

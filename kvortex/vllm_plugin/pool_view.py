@@ -75,9 +75,14 @@ class PoolView:
         return int(self._pool.num_gpu_blocks) - 1
 
     @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
     def in_use_blocks(self) -> int:
         """Blocks that requests hold now."""
-        return self.capacity_blocks - int(self._pool.get_num_free_blocks())
+        return self.capacity_blocks - self.free_blocks
 
     @property
     def hash_block_size(self) -> int:
@@ -93,12 +98,6 @@ class PoolView:
         while block is not None and block is not self._pool.free_block_queue.fake_free_list_tail:
             yield block.block_id
             block = block.next_free_block
-
-    def next_taken_mark(self) -> tuple[int, int]:
-        """Equal marks: most likely vLLM took and got back no block in between."""
-        queue = self._pool.free_block_queue
-        first = queue.fake_free_list_head.next_free_block
-        return int(queue.num_free_blocks), -1 if first is None else int(first.block_id)
 
     def is_null(self, block_id: int) -> bool:
         return bool(self._blocks[block_id].is_null)

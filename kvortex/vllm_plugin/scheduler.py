@@ -111,7 +111,9 @@ class SchedulerSide:
         """Whether what VRAM would take for the request is worth waiting for; see `Gate`."""
         groups = self._groups
         wanted = sum(-(-request.num_tokens // group.block_size) - local_tokens // group.block_size for group in groups)
-        return self._gate.must_wait(request.request_id, wanted, lambda: self._at_stake(request, state, local_tokens, wanted))
+        return self._gate.must_wait(
+            request.request_id, wanted, lambda: self._at_stake(request, state, local_tokens, wanted)
+        )
 
     def _at_stake(self, request: Request, state: RequestState, local_tokens: int, wanted: int) -> bool:
         """Whether one of the next `wanted` blocks that VRAM takes is due for a copy or being copied."""

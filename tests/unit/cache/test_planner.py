@@ -20,6 +20,24 @@ def key(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(32, "big") + bytes(4))
 
 
+class Vram:
+    """What the planner asks of vLLM's pool: blocks that requests hold, and the others in the order they are taken."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.order: list[int] = []
+
+    def in_use(self, block_id: int) -> bool:
+        return block_id in self.held
+
+    def next_taken(self) -> list[int]:
+        return self.order
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self.order)
+
+
 class World:
     """A planner over a VRAM of 100 blocks and a RAM of `slots`."""
 
@@ -29,14 +47,14 @@ class World:
         self.index = BlockIndex(slots, LRU(slots) if policy is None else policy)
         self.clock = FakeClock()
         self.planner = OffloadPlanner(Watermarks(**settings), CAPACITY, self.residency, self.index, self.clock)
-        self.in_use: set[int] = set()
+        self.vram = Vram()
 
     def fill(self, *blocks: int) -> None:
         for block_id in blocks:
             self.residency.block_cached(block_id, key(block_id), in_ram=False)
 
     def step(self) -> list[int]:
-        decision = self.planner.plan(self.in_use.__contains__)
+        decision = self.planner.plan(self.vram)
         self.last = decision
         return sorted(c.block_id for c in decision.candidates)
 
@@ -100,7 +118,7 @@ def test_a_threshold_of_zero_is_write_through():
 def test_running_requests_blocks_are_stored_when_cold_ones_are_not_enough():
     world = World(batch_blocks=50)
     world.fill(*range(90))
-    world.in_use = set(range(5, 90))
+    world.vram.held = set(range(5, 90))
     assert set(range(5)) <= set(world.step())
     assert len(world.last.candidates) == 15
 
@@ -145,7 +163,7 @@ def test_the_tail_is_refused_where_pins_leave_less_room_than_is_asked_for():
     world.complete(world.last)
     world.index.pin(world.index.match([key(1)]))
     world.fill(3, 4, 5)
-    world.in_use = {3, 4, 5}
+    world.vram.held = {3, 4, 5}
     assert world.step() == [3]
     assert (world.last.evicted, world.last.refused, world.last.not_worth) == ((key(2),), 2, 0)
     assert world.residency.given_up_blocks == 1, "the copy of 2; blocks that found no slot are missed"
@@ -192,8 +210,9 @@ def test_a_step_in_which_nothing_is_worth_a_slot_stores_nothing_and_gives_nothin
 
 def test_blocks_that_were_declined_are_not_due():
     """Else marks would never be met again, and whatever comes would be copied at once."""
-    world = full_world(threshold=0.5, target=0.5)
+    world = full_world(threshold=0.5, target=0.5, ahead_blocks=1)
     world.fill(*range(0, 102, 2))
+    world.vram.order = list(range(0, 102, 2))
     assert [world.step(), world.last.not_worth] == [[], 1]
     assert world.residency.resident_blocks == 51
     assert [world.step(), world.last.not_worth] == [[], 0]
@@ -233,13 +252,13 @@ def test_a_block_lost_before_it_was_copied_makes_storing_write_through():
     world = World(batch_blocks=100)
     world.fill(*range(80))
     assert world.step() == []
-    world.planner.block_lost()
+    world.planner.outrun()
     assert len(world.step()) == 80
 
 
 def test_the_marks_come_back_when_no_more_blocks_are_lost():
     world = World(batch_blocks=100)
-    world.planner.block_lost()
+    world.planner.outrun()
     assert world.planner.extra_room_blocks == CAPACITY
     world.clock.advance(RECOVERY_S / 2)
     assert world.planner.extra_room_blocks == CAPACITY / 2
