@@ -1,12 +1,13 @@
-"""What of `multi_turn.py`'s load VRAM and RAM hold together, without a GPU: vLLM's own scheduler and block pool, KVortex's
-own scheduler side, and a worker that only keeps time.
+"""What of `multi_turn.py`'s load VRAM and RAM hold together, without a GPU.
+
+vLLM's own scheduler and block pool, KVortex's own scheduler side, and a worker that only keeps time.
 
     python benchmarks/wave.py --vram-gb 24 --ram-gb 30
     python benchmarks/wave.py --vram-gb 24 --ram-gb 30 --kv-cache '{"eviction_policy": "lru"}' --json wave.json
     python benchmarks/wave.py --vram-gb 24 --ram-gb 0          # no offload
 
-A step takes `--step-ms` and `--token-us` for each prompt token in it, a link each way moves one order after the other. Both
-defaults are an H200's with the Llama-3.1-8B shape. Hit shares are vLLM's and KVortex's doing; times are an estimate.
+A step takes `--step-ms`, and `--token-us` for each prompt token in it; a link each way moves one order after the other.
+The defaults are an H200's with the Llama-3.1-8B shape. Hit shares are vLLM's and KVortex's doing; times, an estimate.
 """
 
 from __future__ import annotations
@@ -236,9 +237,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=8.0)
     parser.add_argument("--token-us", type=float, default=28.0)
     parser.add_argument("--link-gb-s", type=float, default=47.0)
-    parser.add_argument(
-        "--lag-steps", type=int, default=1, help="steps until an answer is heard; 1 with async scheduling"
-    )
+    parser.add_argument("--lag-steps", type=int, default=1, help="steps an answer is late; 1 with async scheduling")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     logging.getLogger("vllm").setLevel(logging.WARNING)

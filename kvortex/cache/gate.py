@@ -1,7 +1,7 @@
 """Whether a request had better wait: VRAM would take blocks for it that are not copied yet.
 
-A copy of a block takes a tenth of the time of its computation, or less. Sixteen conversations that return in one step may
-take more of VRAM than any share kept clean, so the first of them waits until the blocks that it displaces are safe, those
+To copy a block takes a tenth of the time of computing it, or less. Sixteen conversations that return in one step may
+take more of VRAM than any share kept clean: the first of them waits until the blocks that it displaces are safe, those
 behind it wait for their turn, and the planner copies first what they wait for.
 """
 
@@ -31,9 +31,12 @@ class Gate:
         self._clock = clock
         self._first: str | None = None
         self._first_since = 0.0
+        self._first_overdue = False
         self._line = NOBODY
-        self.given_up = 0
-        """Requests let through because they had waited for too long."""
+        self.waited = 0
+        """Requests that were first in line so far."""
+        self.overdue = 0
+        """Those of them that were let through because they had waited for too long."""
 
     def must_wait(self, request_id: str, blocks: int, at_stake: Callable[[], bool]) -> bool:
         """True: do not admit this request in this step. Requests ask in the order in which they would be admitted.
@@ -55,9 +58,12 @@ class Gate:
         now_s = self._clock()
         if self._first != request_id:
             self._first, self._first_since = request_id, now_s
+            self._first_overdue = False
+            self.waited += 1
         if now_s - self._first_since < MAX_WAIT_S:
             return True
-        self.given_up += 1
+        self.overdue += not self._first_overdue
+        self._first_overdue = True
         return False
 
     def take_line(self) -> Line:

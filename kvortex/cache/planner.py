@@ -10,10 +10,10 @@ How much room a burst of allocations needs depends on the load, not on a share: 
 step may take three quarters of VRAM at once. A block that VRAM takes before it was copied says that the marks are too
 high for this load: they drop to write-through, and come back up over `RECOVERY_S` without such a loss.
 
-All that holds while RAM has free slots. Once it is full, a copy costs another block its place, and a block that both tiers
-hold takes two: then only those blocks are stored that VRAM takes next, `ahead_blocks` and what waiting requests want, and
-their slots come first from spare copies, then from what the policy gives up. VRAM and RAM hold nearly their sum. Write-through
-stays write-through: there every block has a copy, whatever it displaces.
+What the marks ask for goes to free slots only. Once RAM is full, a copy costs another block its place, and a block that
+both tiers hold takes two: then only those blocks are stored that VRAM takes next, `ahead_blocks` and what waiting
+requests want, and their slots come first from spare copies, then from what the policy gives up. So VRAM and RAM hold
+nearly their sum. Write-through stays what it says: every block has a copy, whatever that displaces.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class OffloadPlanner:
     def plan(self, vram: VramOrder, line: Line = NOBODY) -> StoreDecision:
         """This step's stores. Slots are reserved for those blocks that are worth more than what the policy gives up.
 
-        Costs the blocks it stores, and where VRAM has taken some, those it takes next; a few comparisons when nothing is
-        due.
+        Costs the blocks it stores, and a look at those that VRAM takes next for each few that it has taken; a few
+        comparisons when nothing is due.
 
         Args:
             line: the requests that wait until what is in the blocks they want is safe.
@@ -192,9 +192,11 @@ class OffloadPlanner:
         return taken * LOOKS_AHEAD >= self._ahead_blocks > 0
 
     def _next_prompts(self, vram: VramOrder, first: int, most: int) -> tuple[list[int], int]:
-        """The next `most` blocks that VRAM takes, and how many of them are the next `first`; both with all that the request
-        let go of that let go of the last one. VRAM takes tails first: heads, judged later, would be declined behind tails
-        that are of no use without them."""
+        """The next `most` blocks that VRAM takes, and how many of them are the next `first`.
+
+        Both go on to the end of what one request has let go of. VRAM takes a prompt's tail first: judged in parts, its
+        head would be declined when its tail, of no use without it, has a slot already.
+        """
         blocks: list[int] = []
         edge, last_s = 0, math.inf
         for block_id in vram.next_taken():
@@ -235,7 +237,7 @@ class OffloadPlanner:
         return StoreDecision(kept, reservation, (*spared, *room.evicted), refused, not_worth)
 
     def _copies_lost(self, keys: Iterable[BlockKey], in_use: Callable[[int], bool]) -> None:
-        """The policy gave these up. What VRAM keeps for a while is not lost by that, and is offered again before it is."""
+        """The policy gave these up. What VRAM keeps for a while is offered again before VRAM takes it."""
         residency = self._residency
         if not self._write_through:
             after_s = self._let_go_after_s
@@ -259,8 +261,8 @@ class OffloadPlanner:
         return max(0.0, self._extra_room - regained)
 
     def outrun(self) -> None:
-        """VRAM took a resident block for something else before it was copied, or a request waits until it is. With RAM full
-        the marks say nothing."""
+        """VRAM took a resident block for something else before it was copied, or a request waits until it is. With RAM
+        full the marks say nothing."""
         if not self._index.free and not self._write_through:
             return
         self._extra_room = float(self._capacity_blocks)

@@ -1,8 +1,8 @@
 """Copies in RAM that nobody misses for now: of blocks that VRAM holds too and keeps for a while yet.
 
-A block held twice is the cheapest to give up. But not every one: a cold block that VRAM is about to take would be lost, or
-copied again at once. So a copy is spare while its VRAM block is in use, or was let go later than those that VRAM takes next.
-Given up, its VRAM block is resident again and is copied once more before VRAM takes it, at most once for each use of it.
+A block held twice is the cheapest to give up. But not every one: a cold block that VRAM is about to take would be lost,
+or copied again at once. So a copy is spare while its VRAM block is in use, or was let go later than what VRAM takes
+next. Given up, its VRAM block is resident again, and is copied once more before VRAM takes it: once for each use of it.
 """
 
 from __future__ import annotations

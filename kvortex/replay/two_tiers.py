@@ -1,6 +1,6 @@
 """VRAM and RAM as the server runs them: its index, policy, residency and planner over a model of vLLM's block pool.
 
-Requests are played one after another, and every copy ends at once: what a server does while several run is not modelled.
+Requests are played one after another, and every copy ends at once: what a server does while several run is not here.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TwoTiers(IndexTier):
         self._clock.now_s = request.arrival_s
         keys = self.keys_of(request.blocks)
         index.prompt(keys, request.input_tokens)
-        # A prompt larger than VRAM would be refused by vLLM. Here its head is in VRAM, and its tail goes to RAM at once.
+        # vLLM refuses a prompt larger than VRAM. Here its head is in VRAM, and its tail goes to RAM at once.
         inside, outside = keys[: self.pool.num_blocks], keys[self.pool.num_blocks :]
         block_ids = self.pool.held(keys[:in_vram])
         self.pool.hold(block_ids)

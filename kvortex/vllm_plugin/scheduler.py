@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -109,11 +110,10 @@ class SchedulerSide:
 
     def _must_wait(self, request: Request, state: RequestState, local_tokens: int) -> bool:
         """Whether what VRAM would take for the request is worth waiting for; see `Gate`."""
-        groups = self._groups
-        wanted = sum(-(-request.num_tokens // group.block_size) - local_tokens // group.block_size for group in groups)
-        return self._gate.must_wait(
-            request.request_id, wanted, lambda: self._at_stake(request, state, local_tokens, wanted)
-        )
+        sizes = [group.block_size for group in self._groups]
+        wanted = sum(-(-request.num_tokens // size) - local_tokens // size for size in sizes)
+        at_stake = partial(self._at_stake, request, state, local_tokens, wanted)
+        return self._gate.must_wait(request.request_id, wanted, at_stake)
 
     def _at_stake(self, request: Request, state: RequestState, local_tokens: int, wanted: int) -> bool:
         """Whether one of the next `wanted` blocks that VRAM takes is due for a copy or being copied."""
@@ -121,11 +121,8 @@ class SchedulerSide:
         for group in self._groups:
             hit.update(state.keys(request, group, self.view.hash_block_size)[: local_tokens // group.block_size])
         residency, jobs = self._residency, self._jobs
-        return any(
-            residency.is_due(block_id) or jobs.copies_from(block_id)
-            for block_id in islice(self.view.next_taken(), wanted)
-            if residency.key_of(block_id) not in hit
-        )
+        others = (block_id for block_id in self.view.next_taken() if residency.key_of(block_id) not in hit)
+        return any(residency.is_due(block_id) or jobs.copies_from(block_id) for block_id in islice(others, wanted))
 
     def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
         """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
@@ -372,6 +369,7 @@ class SchedulerSide:
                     },
                 },
                 **self._ledger.as_dict(),
+                "admission": {"waited": self._gate.waited, "overdue": self._gate.overdue},
                 "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0},
                 "sessions": {"known": 0, "active": len(self._requests)},
             }

@@ -1,4 +1,4 @@
-"""Which copies may be given up because VRAM has the block too, how often, and that copies do not go round in a circle."""
+"""Which copies may be given up because VRAM has the block too, and that copies do not go round in a circle."""
 
 from __future__ import annotations
 
