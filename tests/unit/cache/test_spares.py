@@ -203,3 +203,28 @@ def test_whatever_is_asked_no_block_that_is_due_is_taken_and_none_is_stored_more
         else:
             server.index.check()
             server.residency.check()
+
+
+def test_what_a_request_let_go_of_is_judged_as_a_whole_and_head_first() -> None:
+    """VRAM takes the tail first: judged later, the head would be declined behind a tail that is useless without it."""
+    server = Server(vram=8, ram=4, threshold=1.0)
+    server.end(server.start(talk(0)))
+    server.end(server.start(talk(1)))
+    decision = server.planner.plan(server.pool, Line(1, 1))
+    assert [c.key for c in decision.candidates] == [key(number) for number in talk(0)]
+
+
+def test_the_policy_finds_room_only_for_what_loads_under_way_will_not_leave() -> None:
+    server = Server(vram=8, ram=8, threshold=1.0)
+    for number in range(4):
+        server.ask(talk(number))
+    loading = server.index.match([key(number) for number in talk(1)])
+    assert len(loading) == 4
+    server.index.pin(loading)
+    decision = server.planner.plan(server.pool, Line(4, 4))
+    assert (decision.candidates, decision.evicted) == ((), ()), "the load under way will leave four slots"
+    server.index.unpin(loading)
+    decision = server.planner.plan(server.pool, Line(4, 4))
+    assert set(decision.evicted) == {key(number) for number in talk(0)}
+    server.complete(decision)
+    server.check()
