@@ -226,6 +226,14 @@ class BlockIndex:
         evicted = self._give_up(victims)
         return Room(tuple(key for key in keys if key not in declined), tuple(evicted))
 
+    def give_up(self, slots: Sequence[int]) -> list[BlockKey]:
+        """Frees READY slots without a pin that the caller has chosen, and returns the keys that they had: blocks that
+        another tier holds too. The policy hears of it as of any removal, not as of a choice of its own."""
+        self._assert_ready(slots)
+        keys = self._give_up(list(slots))
+        self._policy.removed(slots)
+        return keys
+
     def publish(self, slots: Sequence[int]) -> Completed:
         """The bytes in these slots are complete: WRITING ones are READY, DOOMED ones FREE.
 

@@ -43,9 +43,14 @@ class Residency:
         self._given_up_blocks = 0
         self.arrivals = 0
         """Blocks that became resident so far."""
+        self.changes = 0
+        """Blocks that VRAM has completed, or taken for something else, so far."""
         # When each block became complete: a prompt's heads before its tails.
         self._number_of: dict[int, int] = {}
         self._next_number = 0
+        # When a request last let go of each block, and the keys whose copy was spared since.
+        self._let_go_s: dict[int, float] = {}
+        self._spared_keys: set[BlockKey] = set()
         # Resident blocks not yet given out for a store, the longest unused first, with the time of their last use.
         self._queue: OrderedDict[int, float] = OrderedDict()
 
@@ -83,12 +88,32 @@ class Residency:
         """True while VRAM holds the block of this key, and it is not worth a copy."""
         return key in self._given_up_keys
 
+    def key_of(self, block_id: int) -> BlockKey | None:
+        """The key of a complete block; None for one that is not."""
+        return self._key_of.get(block_id)
+
+    def is_due(self, block_id: int) -> bool:
+        """True while a store of this block is wanted and was not ordered."""
+        return block_id in self._queue
+
+    def let_go_s(self, block_id: int) -> float | None:
+        """When a request last let go of this complete block; None if none has."""
+        return self._let_go_s.get(block_id)
+
+    def stays(self, key: BlockKey, *, in_use: Callable[[int], bool], let_go_after_s: float) -> bool:
+        """True for a clean block that VRAM will keep for a while, and whose copy was not spared since its last use."""
+        if key not in self._clean_keys or key in self._spared_keys:
+            return False
+        let_go = self._let_go_s
+        return any(in_use(block) or let_go.get(block, 0.0) > let_go_after_s for block in self._blocks_of[key])
+
     def block_cached(self, block_id: int, key: BlockKey, *, in_ram: bool) -> None:
         """VRAM block `block_id` is complete and found under `key`; `in_ram` if a copy is published already."""
         if block_id in self._key_of:
             return  # vLLM may file one block under more hashes; the first names it
         self._worth_a_copy(key)  # that it was computed again is a use
         self._key_of[block_id] = key
+        self.changes += 1
         self._number_of[block_id] = self._next_number
         self._next_number += 1
         self._blocks_of.setdefault(key, set()).add(block_id)
@@ -104,8 +129,10 @@ class Residency:
         """VRAM no longer finds `block_id` under `key`: it is about to be written anew. False if named otherwise."""
         if self._key_of.get(block_id) != key:
             return False
+        self.changes += 1
         del self._key_of[block_id], self._number_of[block_id]
         self._queue.pop(block_id, None)
+        self._let_go_s.pop(block_id, None)
         if key in self._clean_keys:
             self._clean_blocks -= 1
         if key in self._given_up_keys:
@@ -116,6 +143,7 @@ class Residency:
             del self._blocks_of[key]
             self._clean_keys.discard(key)
             self._given_up_keys.discard(key)
+            self._spared_keys.discard(key)
         return True
 
     def copied(self, key: BlockKey) -> None:
@@ -137,6 +165,17 @@ class Residency:
                 self._clean_keys.remove(key)
                 self._clean_blocks -= len(self._blocks_of[key])
                 self._give_up(key)
+
+    def copies_spared(self, keys: Iterable[BlockKey]) -> None:
+        """RAM has given up these copies of clean blocks because VRAM keeps them for a while: they are resident, and due
+        before VRAM takes them. Once for each use of a block, or copies would go round in a circle."""
+        now = self._clock()
+        for key in keys:
+            self._clean_keys.remove(key)
+            self._clean_blocks -= len(self._blocks_of[key])
+            self._spared_keys.add(key)
+            for block_id in self._blocks_of[key]:
+                self._queue[block_id] = now
 
     def declined(self, keys: Iterable[BlockKey]) -> None:
         """These resident blocks, taken off the queue, are worth less than what RAM holds: they are offered again only
@@ -162,7 +201,11 @@ class Residency:
         now = self._clock()
         for block_id in block_ids:
             key = self._key_of.get(block_id)
-            if key is not None and key not in self._clean_keys:
+            if key is None:
+                continue
+            self._let_go_s[block_id] = now
+            self._spared_keys.discard(key)
+            if key not in self._clean_keys:
                 self._worth_a_copy(key)
                 self._queue[block_id] = now
                 self._queue.move_to_end(block_id)
@@ -200,6 +243,13 @@ class Residency:
         taken = sorted(running, key=self._number_of.__getitem__) + cold[::-1]
         return [Candidate(block_id, self._key_of[block_id]) for block_id in taken]
 
+    def take_these(self, block_ids: Iterable[int]) -> list[Candidate]:
+        """Takes these blocks off the queue, those of them that are in it, in the order given."""
+        taken = [block_id for block_id in block_ids if block_id in self._queue]
+        for block_id in taken:
+            del self._queue[block_id]
+        return [Candidate(block_id, self._key_of[block_id]) for block_id in taken]
+
     def all_copies_lost(self) -> None:
         """RAM was emptied: every complete block is resident and due again. Costs the blocks of VRAM; for resets."""
         self._clean_keys.clear()
@@ -214,6 +264,8 @@ class Residency:
         """vLLM forgot its prefix cache."""
         self._key_of.clear()
         self._number_of.clear()
+        self._let_go_s.clear()
+        self._spared_keys.clear()
         self._blocks_of.clear()
         self._clean_keys.clear()
         self._clean_blocks = 0
@@ -231,4 +283,5 @@ class Residency:
         given_up = sum(1 for key in self._key_of.values() if key in self._given_up_keys)
         assert given_up == self._given_up_blocks, (given_up, self._given_up_blocks)
         assert self._given_up_keys <= self._blocks_of.keys() - self._clean_keys
-        assert self._number_of.keys() == self._key_of.keys()
+        assert self._number_of.keys() == self._key_of.keys() >= self._let_go_s.keys()
+        assert self._spared_keys <= self._blocks_of.keys()

@@ -19,6 +19,7 @@ from kvortex.replay.belady import BeladyTier
 from kvortex.replay.prefill import PrefillCost
 from kvortex.replay.tiers import IndexTier, Tier, VramTier
 from kvortex.replay.trace import TracedRequest
+from kvortex.replay.two_tiers import TwoTiers
 
 BELADY: Final = "belady"
 DEFAULT: Final = "default"
@@ -85,12 +86,17 @@ def replay(
     assert ram_blocks > 0, f"{ram_bytes} bytes of RAM for blocks of {block_bytes}"
     eviction_policy = SERVER_DEFAULTS["eviction_policy"] if policy == DEFAULT else policy
     started = time.perf_counter()
-    tier: Tier = (
-        BeladyTier(requests, ram_blocks)
-        if eviction_policy == BELADY
-        else IndexTier(eviction_policy, ram_blocks, idle_after_s=idle_after_s)
-    )
-    vram = VramTier(vram_bytes // block_bytes)
+    vram_blocks = vram_bytes // block_bytes
+    tier: Tier
+    vram: VramTier | TwoTiers = VramTier(vram_blocks)
+    if eviction_policy == BELADY:
+        tier = BeladyTier(requests, ram_blocks)
+    elif vram_blocks:
+        tier = vram = TwoTiers(
+            eviction_policy, ram_blocks, vram_blocks, block_tokens=block_tokens, idle_after_s=idle_after_s
+        )
+    else:
+        tier = IndexTier(eviction_policy, ram_blocks, idle_after_s=idle_after_s)
     first = int(len(requests) * warm_up)
     queried = vram_hit = ram_hit = loaded = stored = 0
     all_s = saved_s = 0.0

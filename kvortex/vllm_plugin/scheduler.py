@@ -15,10 +15,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import kvortex
 from kvortex.cache.costs import PromptWork, StepCosts, prompt_work
+from kvortex.cache.gate import Gate
 from kvortex.cache.index import BlockIndex, KeyState
 from kvortex.cache.load_choice import LoadChoice, Way
 from kvortex.cache.planner import OffloadPlanner
@@ -66,6 +69,7 @@ class SchedulerSide:
         self._ledger = Ledger()
         self._request_log = request_log
         self._jobs = JobBook(facts.num_ranks, facts.settings.transfer_timeout, clock)
+        self._gate = Gate(clock)
         self._requests: dict[str, RequestState] = {}
         self._costs = StepCosts()
         self._choice = LoadChoice(self._costs)
@@ -111,6 +115,8 @@ class SchedulerSide:
                 return 0, False
             if self._jobs.loading(self._next_key(request, state, local_tokens)):
                 return None, False
+            if self._must_wait(request, state, local_tokens):
+                return None, False
             state.hit = self._matcher.match(
                 lambda group: state.keys(request, group, self.view.hash_block_size),
                 request.num_tokens,
@@ -139,6 +145,22 @@ class SchedulerSide:
         num_blocks = _num_blocks(hit)
         work = prompt_work(hit.local_tokens + hit.ram_tokens, request.num_tokens)
         return num_blocks * self._facts.rank_block_bytes, work
+
+    def _must_wait(self, request: Request, state: RequestState, local_tokens: int) -> bool:
+        """Whether what VRAM would take for the request is worth waiting for; see `Gate`."""
+        sizes = [group.block_size for group in self._groups]
+        wanted = sum(-(-request.num_tokens // size) - local_tokens // size for size in sizes)
+        at_stake = partial(self._at_stake, request, state, local_tokens, wanted)
+        return self._gate.must_wait(request.request_id, wanted, at_stake)
+
+    def _at_stake(self, request: Request, state: RequestState, local_tokens: int, wanted: int) -> bool:
+        """Whether one of the next `wanted` blocks that VRAM takes is due for a copy or being copied."""
+        hit: set[BlockKey] = set()  # the request takes these out of VRAM's order before VRAM takes any
+        for group in self._groups:
+            hit.update(state.keys(request, group, self.view.hash_block_size)[: local_tokens // group.block_size])
+        residency, jobs = self._residency, self._jobs
+        others = (block_id for block_id in self.view.next_taken() if residency.key_of(block_id) not in hit)
+        return any(residency.is_due(block_id) or jobs.copies_from(block_id) for block_id in islice(others, wanted))
 
     def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
         """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
@@ -177,7 +199,9 @@ class SchedulerSide:
         for group in self._groups:
             keys = state.keys(request, group, self.view.hash_block_size)
             held = self._index.ready_slots(keys[: local_tokens // group.block_size])
-            self._index.touch(list(held.values()))
+            slots = list(held.values())
+            self._index.touch(slots)
+            self.planner.in_vram_too(slots)
 
     def _order_load(
         self,
@@ -236,7 +260,10 @@ class SchedulerSide:
             self.view.refresh()
             self._choice.begin_step()
             self._give_up_overdue_stores()
-            decision = self.planner.plan(self.view.in_use, self.view.in_use_blocks)
+            line = self._gate.take_line()
+            if line.blocks:
+                self.planner.outrun()
+            decision = self.planner.plan(self.view, line)
             if decision.refused:
                 self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
             if decision.not_worth:
@@ -305,6 +332,7 @@ class SchedulerSide:
                 self._ledger.recomputed_tokens += job.ram_tokens
                 logger.warning("a load for request %s failed, it is computed instead: %s", job.request_id, job.detail)
         else:
+            self.planner.in_vram_too(job.slots)
             self._ledger.load.blocks += len(job.slots)
             self._ledger.with_step_blocks += len(job.slots) if job.with_step else 0
             self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
@@ -405,6 +433,7 @@ class SchedulerSide:
                     },
                 },
                 **self._ledger.as_dict(),
+                "admission": {"waited": self._gate.waited, "overdue": self._gate.overdue},
                 "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0},
                 "sessions": {"known": 0, "active": len(self._requests)},
                 "request_log": counts() if self._request_log is None else self._request_log.counts(),
@@ -456,7 +485,7 @@ class _PoolEvents:
             side._jobs.source_reused(block_id)
             if missed:
                 side._ledger.vram_lost += 1
-                side.planner.block_lost()
+                side.planner.outrun()
 
     def prefix_cache_reset(self) -> None:
         self._side.prefix_cache_reset()

@@ -20,6 +20,28 @@ def key(number: int) -> BlockKey:
     return BlockKey(number.to_bytes(32, "big") + bytes(4))
 
 
+class Vram:
+    """What the planner asks of vLLM's pool: blocks that requests hold, and the others in the order they are taken."""
+
+    def __init__(self) -> None:
+        self.held: set[int] = set()
+        self.order: list[int] = []
+
+    def in_use(self, block_id: int) -> bool:
+        return block_id in self.held
+
+    def next_taken(self) -> list[int]:
+        return self.order
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self.order)
+
+    @property
+    def in_use_blocks(self) -> int:
+        return len(self.held)
+
+
 class World:
     """A planner over a VRAM of 100 blocks and a RAM of `slots`."""
 
@@ -29,14 +51,14 @@ class World:
         self.index = BlockIndex(slots, LRU(slots) if policy is None else policy)
         self.clock = FakeClock()
         self.planner = OffloadPlanner(Watermarks(**settings), CAPACITY, self.residency, self.index, self.clock)
-        self.in_use: set[int] = set()
+        self.vram = Vram()
 
     def fill(self, *blocks: int) -> None:
         for block_id in blocks:
             self.residency.block_cached(block_id, key(block_id), in_ram=False)
 
     def step(self) -> list[int]:
-        decision = self.planner.plan(self.in_use.__contains__, len(self.in_use))
+        decision = self.planner.plan(self.vram)
         self.last = decision
         return sorted(c.block_id for c in decision.candidates)
 
@@ -100,26 +122,26 @@ def test_a_threshold_of_zero_is_write_through():
 def test_running_requests_blocks_are_stored_when_cold_ones_are_not_enough():
     world = World(batch_blocks=50)
     world.fill(*range(90))
-    world.in_use = set(range(80, 90))
-    world.residency.take(75, in_use=world.in_use.__contains__, idle_after_s=0)
+    world.vram.held = set(range(80, 90))
+    world.residency.take(75, in_use=world.vram.in_use, idle_after_s=0)
     assert set(world.step()) == {*range(75, 80), *range(80, 90)}
 
 
 def test_there_is_room_for_as_many_as_run_to_be_replaced_at_once():
     world = World(batch_blocks=50)
     world.fill(*range(40))
-    world.in_use = set(range(40))
+    world.vram.held = set(range(40))
     assert world.step() == [], "60 may be taken at once, and 40 run"
     world.fill(*range(40, 60))
-    world.in_use = set(range(60))
+    world.vram.held = set(range(60))
     assert len(world.step()) == 30, "40 are free, 60 run: down to 40, less the tenth between the marks"
 
 
 def test_that_room_is_kept_for_a_while_after_they_ended():
     world = World(batch_blocks=50)
-    world.in_use = set(range(60))
+    world.vram.held = set(range(60))
     world.step()
-    world.in_use.clear()
+    world.vram.held.clear()
     world.fill(*range(41))
     assert len(world.step()) == 11
     world.complete(world.last)
@@ -168,7 +190,7 @@ def test_the_tail_is_refused_where_pins_leave_less_room_than_is_asked_for():
     world.complete(world.last)
     world.index.pin(world.index.match([key(1)]))
     world.fill(3, 4, 5)
-    world.in_use = {3, 4, 5}
+    world.vram.held = {3, 4, 5}
     assert world.step() == [3]
     assert (world.last.evicted, world.last.refused, world.last.not_worth) == ((key(2),), 2, 0)
     assert world.residency.given_up_blocks == 1, "the copy of 2; blocks that found no slot are missed"
@@ -215,8 +237,9 @@ def test_a_step_in_which_nothing_is_worth_a_slot_stores_nothing_and_gives_nothin
 
 def test_blocks_that_were_declined_are_not_due():
     """Else marks would never be met again, and whatever comes would be copied at once."""
-    world = full_world(threshold=0.5, target=0.5)
+    world = full_world(threshold=0.5, target=0.5, ahead_blocks=1)
     world.fill(*range(0, 102, 2))
+    world.vram.order = list(range(0, 102, 2))
     assert [world.step(), world.last.not_worth] == [[], 1]
     assert world.residency.resident_blocks == 51
     assert [world.step(), world.last.not_worth] == [[], 0]
@@ -256,13 +279,13 @@ def test_a_block_lost_before_it_was_copied_makes_storing_write_through():
     world = World(batch_blocks=100)
     world.fill(*range(80))
     assert world.step() == []
-    world.planner.block_lost()
+    world.planner.outrun()
     assert len(world.step()) == 80
 
 
 def test_the_marks_come_back_when_no_more_blocks_are_lost():
     world = World(batch_blocks=100)
-    world.planner.block_lost()
+    world.planner.outrun()
     assert world.planner.extra_room_blocks == CAPACITY
     world.clock.advance(RECOVERY_S / 2)
     assert world.planner.extra_room_blocks == CAPACITY / 2

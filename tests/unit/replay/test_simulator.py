@@ -205,6 +205,25 @@ def test_a_working_set_larger_than_ram_hits_at_least_half_of_what_fits(ratio: fl
         assert play(requests, "lru", ram).hit_rate == 0
 
 
+@pytest.mark.parametrize("ratio", [1.0, 1.1, 1.2, 1.3])
+def test_a_working_set_larger_than_vram_and_ram_hits_at_least_half_of_what_fits_both(ratio: float) -> None:
+    blocks_each, vram, ram = 20, 16 * 20, 20 * 20
+    conversations = round(36 * ratio)
+    requests = round_robin(conversations=conversations, blocks_each=blocks_each, rounds=10)
+    fits = (vram + ram) / (conversations * blocks_each)
+    assert play(requests, "adaptive", ram, vram).hit_rate >= (fits / 2 if ratio > 1 else 0.9)
+    if ratio > 1:
+        assert play(requests, "lru", ram, vram).hit_rate == 0
+
+
+def test_a_block_in_vram_gives_up_its_place_in_ram_and_is_stored_again_once_a_visit() -> None:
+    """Sixteen conversations in VRAM, twenty in RAM, in turn: each visit is a load and a store, no more."""
+    requests = round_robin(conversations=34, blocks_each=20, rounds=10)
+    result = play(requests, "lru", 20 * 20, 16 * 20)
+    assert result.hit_rate == 1.0
+    assert result.bytes_stored <= result.queried_tokens
+
+
 def test_one_off_prompts_do_not_flush_conversations() -> None:
     talks = round_robin(conversations=10, blocks_each=10, rounds=30, pause_s=6.0)
     one_offs = [
