@@ -11,6 +11,7 @@ never the blocks held. EngineCore process, scheduler thread.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class Residency:
         if key not in self._clean_keys or key in self._spared_keys:
             return False
         let_go = self._let_go_s
-        return any(in_use(block) or let_go.get(block, 0.0) > let_go_after_s for block in self._blocks_of[key])
+        return any(in_use(block) or let_go.get(block, -math.inf) > let_go_after_s for block in self._blocks_of[key])
 
     def block_cached(self, block_id: int, key: BlockKey, *, in_ram: bool) -> None:
         """VRAM block `block_id` is complete and found under `key`; `in_ram` if a copy is published already."""

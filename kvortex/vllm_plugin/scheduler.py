@@ -268,10 +268,10 @@ class SchedulerSide:
                 self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
             if decision.not_worth:
                 self._ledger.refused[Refusal.NOT_WORTH] += decision.not_worth
+            self._ledger.ram_evicted += len(decision.evicted)
             if decision.reservation is not None:
                 self._jobs.start_store(decision.candidates, decision.reservation.slots)
                 self._ledger.store.in_flight += len(decision.candidates)
-                self._ledger.ram_evicted += len(decision.evicted)
             plan = self._jobs.take_plan()
             plan.timed_as = self._steps.begin(scheduler_output, loads=bool(plan.step_loads))
             return plan

@@ -14,6 +14,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, has_kv_transfer_group
 
+from kvortex.cache.costs import StepCosts
 from kvortex.transfer.base import CopyEngine, KVLayout
 from kvortex.transfer.slab import HostSlab
 from kvortex.vllm_plugin.connector import KVortexConnector
@@ -140,7 +141,8 @@ def engine(
         else nullcontext()
     )
     assert not has_kv_transfer_group(), "vLLM keeps one connector a process: another engine is still running"
-    with replaced:
+    # What a busy machine takes for a step must not decide what a test loads.
+    with replaced, patch.object(StepCosts, "saw", lambda *_: None):
         llm = LLM(model, **{**defaults, **options})
         try:
             yield Engine(llm)

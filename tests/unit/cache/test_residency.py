@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvortex.cache.residency import Residency
+from kvortex.cache.residency import Candidate, Residency
 from kvortex.keys import BlockKey
 
 
@@ -192,4 +192,20 @@ def test_a_reset_of_vllms_cache_forgets_all(residency):
     residency.block_cached(1, key("a"), in_ram=True)
     residency.clear()
     assert residency.complete_blocks == residency.clean_blocks == residency.queued_blocks == 0
+    residency.check()
+
+
+def test_a_copy_is_spared_once_a_use_and_only_of_a_block_that_vram_keeps(residency, clock):
+    residency.block_cached(1, key("a"), in_ram=True)
+    assert residency.stays(key("a"), in_use=lambda _: True, let_go_after_s=clock.now)
+    residency.used([1])
+    assert not residency.stays(key("a"), in_use=nothing_in_use, let_go_after_s=clock.now), "taken with the next ones"
+    assert residency.stays(key("a"), in_use=nothing_in_use, let_go_after_s=clock.now - 1)
+    residency.copies_spared([key("a")])
+    assert residency.is_due(1)
+    assert residency.take_these([1, 2]) == [Candidate(1, key("a"))]
+    residency.copied(key("a"))
+    assert not residency.stays(key("a"), in_use=lambda _: True, let_go_after_s=0.0), "spared since its last use"
+    residency.used([1])
+    assert residency.stays(key("a"), in_use=lambda _: True, let_go_after_s=0.0)
     residency.check()

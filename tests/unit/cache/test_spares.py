@@ -201,6 +201,7 @@ def test_whatever_is_asked_no_block_that_is_due_is_taken_and_none_is_stored_more
         if threshold:
             server.check()
         else:
+            assert all(n <= server.uses[k] for k, n in server.stores.items()), "write-through stores once a use"
             server.index.check()
             server.residency.check()
 

@@ -155,11 +155,12 @@ def test_a_copy_that_does_not_end_holds_a_request_up_until_the_deadline_only() -
 
 
 def test_a_block_that_the_request_itself_finds_in_vram_holds_it_up_not() -> None:
-    server = Server(vram=10, ram=100)
+    server = Server(vram=5, ram=100, threshold=1.0)
     server.ask(0, 4)
-    server.ask(1, 2)
-    request = server.request(0, 4)
-    assert server.try_to_admit(request) is not None, "of what lies ahead, all that is due is its own"
+    server.pool.get_new_blocks(1)
+    assert server.side._residency.is_due(next(iter(server.side.view.next_taken())))
+    assert server.side.match(server.request(0, 4), 4 * SIZE) is not None, "all that is due is its own"
+    assert server.side.match(server.request(0, 4), 3 * SIZE) is None, "what it does not use is not"
 
 
 def test_blocks_that_are_not_worth_a_copy_hold_nobody_up() -> None:
