@@ -29,6 +29,8 @@ def doctor(
     tokens or keys: the output can go into an issue as it is.
 
     vLLM's cpu_offload_gb is something else: it moves weights to host RAM, not KV.
+
+    Example: kvortex doctor --model meta-llama/Llama-3.1-8B-Instruct
     """
     import os
 

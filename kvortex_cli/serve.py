@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
-from typer.core import TyperCommand
+
+from kvortex_cli.completion import TakesVllmOptions, complete_setting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,18 +24,18 @@ _USUAL_FILE: Final = "kvortex.yaml"
 _VLLM_PORT: Final = 8000
 
 
-class ServeCommand(TyperCommand):
+class ServeCommand(TakesVllmOptions):
     """Takes vLLM's options out before click sees them: click would split `-tp` and take `-cc` for `-c c`."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def own_arguments(self, ctx: Any, args: list[str]) -> list[str]:
         before = args[: args.index("--")] if "--" in args else args
         if "--help" in before or "-h" in before:
-            return super().parse_args(ctx, ["--help"])
+            return ["--help"]
         from kvortex.config.arguments import split_arguments
 
         arguments = split_arguments(args)
         ctx.meta[_ARGUMENTS] = arguments
-        return super().parse_args(ctx, arguments.own)
+        return arguments.own
 
 
 def serve(
@@ -46,7 +47,12 @@ def serve(
     config: Annotated[str | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file to read.")] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as kv_cache.ram_cache_size=64GB."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            autocompletion=complete_setting,
+            help="One setting, such as kv_cache.ram_cache_size=64GB.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -62,6 +68,8 @@ def serve(
 
     kv_cache.ram_cache_size is for the whole server, split over its GPUs. It is not vLLM's --cpu-offload-gb,
     which moves weights, not KV.
+
+    Example: kvortex serve meta-llama/Llama-3.3-70B-Instruct -tp 2 --set kv_cache.ram_cache_size=128GB
     """
     from kvortex.config.resolve import CommandLine
     from kvortex.errors import UsageError

@@ -165,13 +165,19 @@ def _find(name: str) -> tuple[VllmOption, str, bool]:
     raise ConfigError(Place(base), "there is no such option", hint=_hint(base))
 
 
-def _hint(name: str) -> str:
+def option_names() -> list[str]:
+    """Every option that `kvortex serve` takes, for a nearest name."""
     options = vllm_options()
     own = [option for option in (*_WITH_VALUE, *_WITHOUT_VALUE) if option.startswith("--")]
     flags = [flag for option in options for flag in (option.flag, *option.short)]
     no_flags = [option.no_flag for option in options if option.kind is Kind.SWITCH]
-    close = nearest(name, [*own, *flags, *no_flags, *("--" + key for key in KV_CACHE_KEYS)])
-    if close is not None and close[2:] in KV_CACHE_KEYS and close not in flags:
+    return [*own, *flags, *no_flags]
+
+
+def _hint(name: str) -> str:
+    names = option_names()
+    close = nearest(name, [*names, *("--" + key for key in KV_CACHE_KEYS)])
+    if close is not None and close[2:] in KV_CACHE_KEYS and close not in names:
         return f"did you mean --set kv_cache.{close[2:]}=...?"
     after = "an option of a newer vLLM goes after --"
     return f"did you mean {close}? ({after})" if close else f"`vllm serve --help=all` lists vLLM's; {after}"
