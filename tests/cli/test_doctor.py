@@ -295,7 +295,8 @@ def as_json(*arguments: str, **environ: str) -> tuple[int, dict[str, Any], dict[
     """Exit status, findings by check, summary."""
     done = doctor(*arguments, "--json", **environ)
     answer = json.loads(done.stdout)
-    assert set(answer) == {"findings", "summary"}, answer
+    assert set(answer) == {"format", "findings", "model", "summary"}, answer
+    assert answer["format"] == 1
     for finding in answer["findings"]:
         assert set(finding) == {"check", "status", "value", "fix"}
         assert (finding["status"] == "ok") == (finding["fix"] is None)

@@ -244,7 +244,7 @@ def test_answers_are_in_the_file_and_change_what_follows(kvortex: Any, answers: 
 
 
 def test_an_answer_that_serve_would_refuse_is_asked_again_and_says_why(kvortex: Any, answers: Any, llama: str) -> None:
-    answers("3", "two", "2", "90", "", "1TB", "12 gigs", "40GB", "85", "0.5")
+    answers("4", "two", "2", "90", "", "1TB", "12 gigs", "40GB", "85", "0.5")
     result = kvortex("init", llama, "-i", "-o", "k.yaml")
     assert result.code == 0, result.err
     refusals = [line.removeprefix("error: ") for line in re.findall(r"error: .*", result.err)]
