@@ -15,6 +15,8 @@ _SECRET_KEY: Final = re.compile(
 )
 _USER_IN_URL: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _SHORTEST_SECRET: Final = 6
+# The working directory, in the environment.
+_NOT_SECRET_VARIABLES: Final = frozenset({"PWD", "OLDPWD"})
 # Names of headers, not headers.
 _NOT_SECRET: Final = frozenset({"allowed_headers"})
 
@@ -43,6 +45,7 @@ def hide_secrets(text: str, environment: Mapping[str, str]) -> str:
     URL."""
     for name, value in environment.items():
         # A short value would blot out words that are no secret.
-        if len(value) >= _SHORTEST_SECRET and _SECRET_KEY.search(name):
+        is_secret = _SECRET_KEY.search(name) is not None and name not in _NOT_SECRET_VARIABLES
+        if is_secret and len(value) >= _SHORTEST_SECRET:
             text = text.replace(value, HIDDEN)
     return _USER_IN_URL.sub(HIDDEN, text)

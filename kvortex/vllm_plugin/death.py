@@ -14,6 +14,8 @@ _ENDED_ON_REQUEST: Final = frozenset({0, -signal.SIGTERM, -signal.SIGINT, 128 + 
 # An error this long before the last one was another story.
 _WINDOW_S: Final = 60.0
 _DIED: Final = re.compile(r"Worker ?[Pp]roc (?:rank=)?(\S+) died unexpectedly(?:.*exit code: (-?\d+))?")
+_UNKNOWN: Final = -256
+"""Exit code of a process that is known to have died, and not how."""
 _FAILED_PROCESS: Final = re.compile(r"'([^']+)': (-?\d+)")
 _FATAL: Final = re.compile(
     r"EngineCore (failed to start|encountered a fatal error)|Worker ?Proc (failed|hit an exception)|died unexpectedly"
@@ -79,7 +81,7 @@ def explain(
     """
     killed = _killed(words, exits, error)
     thrown = _first_cause(words)
-    if killed is not None and (thrown is None or killed[1] != -signal.SIGABRT):
+    if killed is not None and (thrown is None or killed[1] not in (-signal.SIGABRT, _UNKNOWN)):
         return _of_signal(*killed, oom_killed=oom_killed)
     if thrown is not None:
         return _of_error(f"{_in_words(thrown.process)} failed", thrown.error_type, thrown.error)
@@ -95,20 +97,28 @@ def explain(
 
 def _killed(words: Sequence[LastWord], exits: Mapping[str, int], error: BaseException | None) -> tuple[str, int] | None:
     """The process that a signal ended, a worker first: its engine follows it."""
-    known = {found[1]: int(found[2] or 0) for word in words if (found := _DIED.search(word.message))}
+    known = {found[1]: _worker_s_code(word, found) for word in words if (found := _DIED.search(word.message))}
     known |= {name: int(code) for name, code in _FAILED_PROCESS.findall(str(error or ""))}
     known |= exits
     signalled = [(name, code) for name, code in known.items() if code < 0 and code not in _ENDED_ON_REQUEST]
     return signalled[0] if signalled else None
 
 
+def _worker_s_code(word: LastWord, found: re.Match[str]) -> int:
+    if word.exit_code is not None:
+        return word.exit_code
+    return int(found[2]) if found[2] else _UNKNOWN
+
+
 def _of_signal(process: str, code: int, *, oom_killed: bool) -> Death:
-    name = signal.Signals(-code).name
     who = _in_words(process)
-    if code == -signal.SIGKILL and oom_killed:
+    if code in (-signal.SIGKILL, _UNKNOWN) and oom_killed:
         return Death(f"{who} was ended by the kernel: the host, or this container, is out of memory", _LESS_RAM)
     if code == -signal.SIGKILL:
         return Death(f"{who} was killed (SIGKILL)", "somebody ended it, or the kernel for lack of memory: see `dmesg`")
+    if code == _UNKNOWN:
+        return Death(f"{who} died without a word", "somebody ended it, or it crashed: see `dmesg` and the lines above")
+    name = signal.Signals(-code).name
     if code == -signal.SIGBUS:
         hint = "most often /dev/shm is full: docker --shm-size=8g, in Kubernetes an emptyDir of medium Memory"
         return Death(f"{who} crashed ({name})", hint)
@@ -122,7 +132,7 @@ def _first_cause(words: Sequence[LastWord]) -> LastWord | None:
         return None
     near = [word for word in words if word.error_type and fatal[0].at - _WINDOW_S <= word.at <= fatal[-1].at]
     causes = [word for word in near if not _ECHO.search(f"{word.error_type}: {word.error}")]
-    return next(iter(causes or near), None)
+    return next(iter(causes), None)
 
 
 def _of_error(what: str, error_type: str, text: str) -> Death:

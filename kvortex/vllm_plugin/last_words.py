@@ -19,6 +19,9 @@ from typing import Final
 VARIABLE: Final = "_KVORTEX_LAST_WORDS"
 _MAX_BYTES: Final = 1 << 18
 _MAX_TEXT: Final = 4000
+_DEATH: Final = "died unexpectedly"
+_EXIT_TRIES: Final = 20
+_EXIT_PAUSE_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class LastWord:
         message: what was logged.
         error_type: class of the exception logged with it; "" without one.
         error: its text.
+        exit_code: of a process whose death was logged, negative for a signal; None where it is not known, or none died.
     """
 
     at: float
@@ -38,6 +42,7 @@ class LastWord:
     message: str
     error_type: str
     error: str
+    exit_code: int | None = None
 
 
 class LastWords:
@@ -73,6 +78,7 @@ class _Recorder(logging.Handler):
             message=record.getMessage()[:_MAX_TEXT],
             error_type=type(error).__name__ if error is not None else "",
             error=str(error)[:_MAX_TEXT] if error is not None else "",
+            exit_code=_exit_code_of_a_child() if _DEATH in str(record.msg) else None,
         )
         try:
             # The last errors tell why it ended: a server that logs many starts the file anew.
@@ -81,6 +87,20 @@ class _Recorder(logging.Handler):
                 file.write(json.dumps(asdict(word)).encode() + b"\n")
         except OSError:
             self.handleError(record)
+
+
+def _exit_code_of_a_child() -> int | None:
+    """Of a child that has ended and was not waited for yet; it stays for its parent to wait for. vLLM logs the death as
+    soon as a pipe closes, which is a little before."""
+    for _ in range(_EXIT_TRIES):
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        time.sleep(_EXIT_PAUSE_S)
+    return None
 
 
 def record_last_words() -> None:

@@ -24,7 +24,7 @@ def anonymous(text: str, environ: Mapping[str, str], *, host: str | None = None)
         text = re.sub(re.escape(home.rstrip("/")) + r"(?![\w.-])", "~", text)
     text = _HOME_OF_SOMEBODY.sub(HIDDEN, text)
     host = socket.gethostname() if host is None else host
-    for name in {host, host.split(".")[0]}:
+    for name in dict.fromkeys((host, host.split(".")[0])):
         if len(name) >= _SHORTEST_HOST and name != "localhost":
             text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", HIDDEN, text)
     return hide_secrets(text, environ)

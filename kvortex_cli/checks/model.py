@@ -20,8 +20,9 @@ CONVERSATION_TOKENS = 8192
 # vLLM's own default, in every supported release.
 _DEFAULT_UTILIZATION = 0.92
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "model_max_length", "seq_length")
-# Loading the model and the server itself need RAM too.
+# Loading the model and the server itself need RAM too; on a small machine most of it.
 _LEAST_LEFT_BYTES = 4 * 10**9
+_LEAST_LEFT_SHARE = 0.7
 
 
 def check_config(
@@ -40,7 +41,7 @@ def check_config(
         each = format_bytes(resolved.ram_per_rank_bytes)
         shown += f", {each} on each of {resolved.num_ranks} ranks"
     left = machine.usable_ram_bytes - size
-    if left < _LEAST_LEFT_BYTES:
+    if left < min(_LEAST_LEFT_BYTES, _LEAST_LEFT_SHARE * machine.usable_ram_bytes):
         fix = "lower it: loading the model and the server itself need RAM too"
         return [warn("config", f"{shown}; it leaves {format_bytes(left)} of usable RAM", fix)]
     return [ok("config", shown)]

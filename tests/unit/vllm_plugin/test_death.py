@@ -144,6 +144,36 @@ def test_a_killed_worker_is_named_and_not_the_engine_that_follows_it() -> None:
     assert death.message.startswith("a worker (VllmWorker-1) was ended by the kernel")
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "oom_killed", "said"),
+    [
+        (None, False, "died without a word"),
+        (None, True, "out of memory"),
+        (-9, False, "SIGKILL"),
+        (-7, False, "SIGBUS"),
+    ],
+)
+def test_a_worker_s_code_is_the_kernel_s_where_vllm_asked_too_early(
+    exit_code: int | None, oom_killed: bool, said: str
+) -> None:
+    message = "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down executor."
+    words = [
+        LastWord(1000.0, "EngineCore", message, "", "", exit_code),
+        word("EngineCore", "EngineCore encountered a fatal error.", "RuntimeError", "Executor failed.", at=1000.1),
+    ]
+    death = told(words, {"EngineCore": 1}, oom_killed=oom_killed)
+    assert death.message.startswith("a worker (VllmWorker-0) ")
+    assert said in death.message
+
+
+def test_a_worker_that_said_why_is_believed() -> None:
+    words = [
+        word("VllmWorker-0", "WorkerProc hit an exception.", "OutOfMemoryError", CUDA_OOM),
+        word("EngineCore", "Worker proc VllmWorker-0 died unexpectedly (exit code: None), shutting down", at=1001.0),
+    ]
+    assert "the GPU is out of memory" in told(words, {"EngineCore": 1}).message
+
+
 def test_an_abort_that_an_error_led_to_is_told_by_the_error() -> None:
     words = failed_start("AcceleratorError", "CUDA error: unspecified launch failure")
     assert "a CUDA error" in told(words, {"VllmWorker-0": -6}).message

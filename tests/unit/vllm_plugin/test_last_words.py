@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -72,3 +73,17 @@ def test_without_kvortex_serve_nothing_is_recorded() -> None:
     before = list(logging.getLogger("vllm").handlers)
     record_last_words()
     assert logging.getLogger("vllm").handlers == before
+
+
+def test_a_child_s_death_is_recorded_with_how_it_ended_and_the_child_is_left_to_its_parent() -> None:
+    words = LastWords()
+    record_last_words()
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), name="VllmWorker-0")
+    child.start()
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    logging.getLogger("vllm").error("Worker proc %s died unexpectedly (exit code: %s)", child.name, None)
+    (said,) = words.read()
+    assert said.exit_code == -signal.SIGKILL
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
