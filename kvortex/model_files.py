@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class ModelFiles:
     Attributes:
         config: the parsed `config.json`.
         source: what messages call the place it was read from.
-        weight_bytes: bytes of the weights on disk; None when they are not on this machine.
+        weight_bytes: bytes of the weights; None when they are not on this machine and the Hub was not asked.
     """
 
     config: Mapping[str, Any]
@@ -58,13 +59,19 @@ class ModelFiles:
 
 
 def read_model_files(
-    model: str, *, revision: str | None = None, token: str | None = None, cache: str | None = None
+    model: str,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    cache: str | None = None,
+    ask_for_weights: bool = False,
 ) -> ModelFiles:
     """Reads `config.json` of a local directory or of a Hub repository, downloading no other file.
 
     Args:
         token: for the Hub; None is HF_TOKEN, or the one that is stored.
         cache: directory of downloaded models; None is the Hub client's own.
+        ask_for_weights: asks the Hub how large weights are that are not on this disk.
 
     Raises:
         ModelUnavailableError: says which of these it is: no such directory, no such repository, no token, no
@@ -83,7 +90,10 @@ def read_model_files(
         raise ModelUnavailableError(
             f"{model} is no directory on this machine, and no Hub name (owner/name) either", Reason.NOT_FOUND
         )
-    return _read_directory(_hub_config(model, revision, token, cache).parent)
+    files = _read_directory(_hub_config(model, revision, token, cache).parent)
+    if files.weight_bytes is None and ask_for_weights:
+        files = replace(files, weight_bytes=_hub_weight_bytes(model, revision, token, cache))
+    return files
 
 
 def _read_directory(directory: Path) -> ModelFiles:
@@ -151,6 +161,27 @@ def _hub_config(model: str, revision: str | None, token: str | None, cache: str 
         ) from None
     except Exception as error:  # noqa: BLE001 - the one edge at which the Hub client's errors are translated
         raise _translated(model, revision, error, has_token=token is not None) from None
+
+
+def _hub_weight_bytes(model: str, revision: str | None, token: str | None, cache: str | None) -> int | None:
+    """Bytes of a repository's safetensors weights, without downloading them; None where the Hub does not tell."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    try:
+        url = hf_hub_url(model, "model.safetensors", revision=revision)
+        return get_hf_file_metadata(url, timeout=_HUB_TIMEOUT_S, token=token).size
+    except Exception as error:  # noqa: BLE001 - the Hub client's errors are told apart at this edge
+        if _status(error) != HTTPStatus.NOT_FOUND:
+            return None
+    try:
+        index = "model.safetensors.index.json"
+        path = hf_hub_download(
+            model, index, revision=revision, etag_timeout=_HUB_TIMEOUT_S, token=token, cache_dir=cache
+        )
+        size = _read_json(Path(path)).get("metadata", {}).get("total_size")
+    except Exception:  # noqa: BLE001 - neither file: other weights, whose size nothing tells
+        return None
+    return size if isinstance(size, int) else None
 
 
 def _translated(model: str, revision: str | None, error: Exception, *, has_token: bool) -> ModelUnavailableError:

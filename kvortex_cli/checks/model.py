@@ -11,7 +11,7 @@ from kvortex.config.resolve import ResolvedConfig
 from kvortex.config.vllm_install import VllmInstall
 from kvortex.errors import KVortexError
 from kvortex.hardware.gpu import Gpu
-from kvortex.kv_shape import KVKind, KVShape, read_kv_shape
+from kvortex.kv_shape import KVKind, KVShape, UnknownShapeError, read_kv_shape
 from kvortex.model_files import ModelFiles, ModelUnavailableError, read_model_files
 from kvortex.sizes import format_bytes
 from kvortex_cli.checks.finding import Finding, fail, ok, warn
@@ -72,14 +72,21 @@ def check_model(resolved: ResolvedConfig, gpus: tuple[Gpu, ...]) -> ModelReport:
             revision=resolved.vllm_value("revision", None),
             token=token if isinstance(token, str) else None,
             cache=resolved.vllm_value("download_dir", None),
+            ask_for_weights=True,
         )
         shape = read_kv_shape(files.config, source=files.source, **dtypes)
         shape.bytes_per_token(tp)
     except KVortexError as error:
-        reason = error.reason.value if isinstance(error, ModelUnavailableError) else None
         found = fail("model", error.message, error.hint or "check the name or the path")
-        return ModelReport([found], {"unavailable": reason})
+        return ModelReport([found], {"unavailable": _reason(error)})
     return _report(resolved, shape, files, gpus, tp)
+
+
+def _reason(error: KVortexError) -> str:
+    """One word, the same in every release."""
+    if isinstance(error, ModelUnavailableError):
+        return error.reason.value
+    return "unknown_shape" if isinstance(error, UnknownShapeError) else "ranks"
 
 
 def _report(resolved: ResolvedConfig, shape: KVShape, files: ModelFiles, gpus: tuple[Gpu, ...], tp: int) -> ModelReport:
@@ -190,7 +197,7 @@ def _fits_ram(shape: KVShape, size: int, block_bytes: int, block_size: int, vram
 def _fits_vram(shape: KVShape, files: ModelFiles, vram: int | None, tp: int) -> Finding:
     if vram is None:
         fix = "download the model on this machine to see it; vLLM logs the true number at start"
-        return warn("fits vram", "the weights are not on this machine, so what they leave is unknown", fix)
+        return warn("fits vram", "how large the weights are is not known here, nor what they leave", fix)
     weights = format_bytes(files.weight_bytes or 0)
     if vram <= 0:
         fix = "use more GPUs (tensor_parallel_size), a quantised model, or a higher gpu_memory_utilization"

@@ -71,7 +71,7 @@ def test_a_signal_lets_running_requests_end_and_leaves_nobody(
     with Server(tiny_llama, log=tmp_path / "log") as server:
         server.complete(prompt(1, 40))
         family = server.family()
-        request = threading.Thread(target=lambda: answers.append(server.complete(prompt(2, 40), max_tokens=300)))
+        request = threading.Thread(target=lambda: answers.append(server.complete(prompt(2, 40), max_tokens=1000)))
         request.start()
         while not server.stats()["sessions"]["active"]:
             pass
@@ -79,6 +79,7 @@ def test_a_signal_lets_running_requests_end_and_leaves_nobody(
             os.killpg(server.process.pid, number)
         else:
             server.process.send_signal(number)
+        assert not answers
         code = server.process.wait(60)
         request.join(60)
         assert code in (0, -number, 128 + number), server.tail()

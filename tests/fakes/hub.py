@@ -1,7 +1,7 @@
 """A Hugging Face hub on loopback that has models by the answer they get.
 
 `o/code-403` is answered with 403, `o/gated-401` as the real one answers for a gated model, `o/slow-200` late, and
-`o/llama-200` is there.
+`o/llama-200` is there, its weights in one file, `o/shards-200` with its weights in several.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ CONFIG: Final = {
     "hidden_size": 4096,
     "max_position_embeddings": 131072,
 }
+WEIGHT_BYTES: Final = 16_060_522_496
 
 
 @dataclass
@@ -40,12 +41,12 @@ class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
 
     def do_HEAD(self) -> None:
-        self._answer(b"")
+        self._answer(with_body=False)
 
     def do_GET(self) -> None:
-        self._answer(json.dumps(CONFIG).encode())
+        self._answer(with_body=True)
 
-    def _answer(self, body: bytes) -> None:
+    def _answer(self, *, with_body: bool) -> None:
         owner, _, model = self.path.lstrip("/").partition("/")
         if owner != "o":  # the client has questions of its own
             self.send_error(404)
@@ -54,23 +55,35 @@ class _Handler(BaseHTTPRequestHandler):
         kind, code = model.split("/")[0].split("-")
         if kind == "slow":
             time.sleep(8)
-        self.send_response(int(code))
-        if kind == "gated":
-            self.send_header("X-Error-Code", "GatedRepo")
-        elif code in ("401", "404"):
-            self.send_header("X-Error-Code", "RepoNotFound")
+        file = self.path.rsplit("/", 1)[1]
+        body, length, error = _file(kind, file) if code == "200" else (b"", 0, "")
+        self.send_response(404 if error else int(code))
+        error = "GatedRepo" if kind == "gated" else "RepoNotFound" if code in ("401", "404") else error
+        if error:
+            self.send_header("X-Error-Code", error)
         if code == "200":
-            length = len(json.dumps(CONFIG))
-            self.send_header("ETag", '"1"')
+            self.send_header("ETag", f'"{kind}-{file}"')
             self.send_header("X-Repo-Commit", "1" * 40)
-        else:
-            body, length = b"", 0
         self.send_header("Content-Length", str(length))
         self.end_headers()
-        self.wfile.write(body)
+        if with_body:
+            self.wfile.write(body)
 
     def log_request(self, *_: object) -> None:
         pass
+
+
+def _file(kind: str, name: str) -> tuple[bytes, int, str]:
+    """Content, length and, where there is no such file, the Hub's word for it."""
+    if name == "config.json":
+        body = json.dumps(CONFIG).encode()
+    elif (kind, name) == ("llama", "model.safetensors"):
+        return b"", WEIGHT_BYTES, ""
+    elif (kind, name) == ("shards", "model.safetensors.index.json"):
+        body = json.dumps({"metadata": {"total_size": WEIGHT_BYTES}, "weight_map": {}}).encode()
+    else:
+        return b"", 0, "EntryNotFound"
+    return body, len(body), ""
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvortex.model_files import ModelUnavailableError, Reason, read_model_files
-from tests.fakes.hub import fake_hub
+from tests.fakes.hub import WEIGHT_BYTES, fake_hub
 
 SECRET = "hf_TESTSECRET"
 
@@ -109,6 +109,14 @@ def test_offline_is_told_apart_from_absent(hub: None, monkeypatch: pytest.Monkey
 def test_a_name_that_is_no_name_is_refused(hub: None) -> None:
     with pytest.raises(ModelUnavailableError, match="neither a directory"):
         read_model_files("two words")
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"), [("o/llama-200", WEIGHT_BYTES), ("o/shards-200", WEIGHT_BYTES), ("o/other-200", None)]
+)
+def test_weights_that_are_not_here_are_asked_for_and_not_downloaded(hub: None, model: str, weights: int | None) -> None:
+    assert read_model_files(model).weight_bytes is None
+    assert read_model_files(model, ask_for_weights=True).weight_bytes == weights
 
 
 def test_a_cached_configuration_needs_no_network(hub: None, tmp_path: Path) -> None:
