@@ -108,10 +108,11 @@ def _show(command_line: CommandLine, environment: Mapping[str, str], *, as_json:
 
 def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoReturn:
     """Checks what would fail late, then becomes the server."""
-    from kvortex.config.checks import allocator_problem, find_model, problems
+    from kvortex.config.checks import allocator_problem, find_model, problems, shared_memory_problem
     from kvortex.config.command_line import vllm_command
     from kvortex.config.resolve import resolve
     from kvortex.config.vllm_install import installed_vllm, required_vllm
+    from kvortex.hardware.memory import read_shared_memory
     from kvortex_cli.console import report
 
     machine = _machine(installed_vllm())
@@ -120,7 +121,13 @@ def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoRetur
     install = required_vllm()
     command = vllm_command(resolved, environment)
     _check_port(resolved)
-    for problem in filter(None, (allocator_problem(resolved, environment), *problems(resolved, machine, install))):
+    shm = read_shared_memory()
+    early = (
+        allocator_problem(resolved, environment),
+        shared_memory_problem(resolved, install, shm.free_bytes if shm is not None else None, environment),
+        *problems(resolved, machine, install),
+    )
+    for problem in filter(None, early):
         raise problem
     # Last: it may ask the Hub.
     for problem in problems(resolved, machine, install, find_model(resolved, environment)):

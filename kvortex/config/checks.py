@@ -17,6 +17,9 @@ from kvortex.kv_shape import KVShape, read_kv_shape
 from kvortex.model_files import ModelFiles, ModelUnavailableError, Reason, read_model_files
 from kvortex.sizes import format_bytes
 
+# vLLM's queue to its workers, in every supported release: ten chunks of 16 MiB unless the variable says otherwise.
+_VLLM_QUEUE_BYTES: Final = 10 * 16 * 2**20
+_VLLM_QUEUE_VARIABLE: Final = "VLLM_MQ_MAX_CHUNK_BYTES_MB"
 _CERTAIN: Final = frozenset({Reason.NOT_FOUND, Reason.NO_TOKEN, Reason.NO_ACCESS, Reason.BAD_TOKEN, Reason.OFFLINE})
 
 
@@ -72,6 +75,24 @@ def allocator_problem(resolved: ResolvedConfig, environment: Mapping[str, str]) 
     if found is None or not found.is_refused or not resolved.uses_kvortex or uses_cumem(resolved):
         return None
     return UnfitError(f"{found.variable} has {found.option}, which vLLM refuses with a KV connector", hint=found.fix)
+
+
+def shared_memory_problem(
+    resolved: ResolvedConfig, install: VllmInstall, free_bytes: int | None, environment: Mapping[str, str]
+) -> UnfitError | None:
+    """A /dev/shm too small for vLLM's own messages between its processes: it would say so once the model is loading.
+
+    KVortex's memory is not in it.
+
+    Args:
+        free_bytes: of /dev/shm; None where there is none.
+    """
+    one_process = resolved.num_ranks == 1 and not install.is_cpu_build
+    if free_bytes is None or free_bytes >= _VLLM_QUEUE_BYTES or one_process or _VLLM_QUEUE_VARIABLE in environment:
+        return None
+    needed = format_bytes(_VLLM_QUEUE_BYTES)
+    message = f"/dev/shm has {format_bytes(free_bytes)} free, and vLLM's processes need {needed} of it"
+    return UnfitError(message, hint="docker --shm-size=8g or --ipc=host; in Kubernetes an emptyDir of medium Memory")
 
 
 def uses_cumem(resolved: ResolvedConfig) -> bool:

@@ -53,9 +53,9 @@ _KINDS: Final[tuple[tuple[re.Pattern[str], str, str], ...]] = (
         _LESS_RAM,
     ),
     (
-        re.compile(r"No space left on device"),
+        re.compile(r"No space left on device|Insufficient space in /dev/shm"),
         "a disk or /dev/shm is full",
-        "free some; in a container docker --shm-size=8g gives a larger /dev/shm",
+        "free some; in a container docker --shm-size=8g or, in Kubernetes, an emptyDir of medium Memory",
     ),
 )
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import NoReturn
 
@@ -65,6 +66,9 @@ def _end_on_hangup() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        # What is started while it is ignored ignores it: multiprocessing's helper, which outlives the others.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        resource_tracker.ensure_running()
         signal.signal(signal.SIGHUP, terminate)
 
 

@@ -334,16 +334,16 @@ def test_the_page_on_doctor_names_every_key_and_check(tmp_path: Path) -> None:
 def test_nobody_is_named() -> None:
     environ = {
         "HOME": "/home/alice",
-        "PWD": "/home/alice/work",
+        "PWD": "/srv/work",
         "HF_TOKEN": "hf_TESTSECRET",
         "https_proxy": "http://bob:hunter2@proxy:3128",
     }
     text = (
         "/home/alice/models/m and /home/alice2/x and /Users/Carol/m on node-17.example.org (node-17), "
-        "not on node-170; hf_TESTSECRET http://bob:hunter2@proxy:3128"
+        "not on node-170 in /srv/work/k.yaml; hf_TESTSECRET http://bob:hunter2@proxy:3128"
     )
     assert anonymous(text, environ, host="node-17.example.org") == (
-        "~/models/m and /home/***/x and /Users/***/m on *** (***), not on node-170; *** http://***@proxy:3128"
+        "~/models/m and /home/***/x and /Users/***/m on *** (***), not on node-170 in /srv/work/k.yaml; *** http://***@proxy:3128"
     )
     # A home at the root, and a container's host name of one letter, would blot out everything.
     assert anonymous("/a/b c", {"HOME": "/"}, host="c") == "/a/b c"

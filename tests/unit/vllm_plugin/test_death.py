@@ -72,6 +72,12 @@ def test_an_end_on_request_is_no_death(exits: dict[str, int]) -> None:
         ),
         ("OSError", "[Errno 28] No space left on device", "a disk or /dev/shm is full", "--shm-size"),
         (
+            "RuntimeError",
+            "Insufficient space in /dev/shm for shared-memory allocation: 160 MiB required, 64 MiB free.",
+            "a disk or /dev/shm is full",
+            "--shm-size",
+        ),
+        (
             "ValueError",
             "Free memory on device cuda:0 (10.2/139.8 GiB) on startup is less than desired GPU memory utilization",
             "others use the GPU's memory",
