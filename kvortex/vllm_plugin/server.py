@@ -25,6 +25,7 @@ _FAILED = 1
 
 def main(argv: list[str]) -> NoReturn:
     """Runs vLLM's server in this process until it ends; exit 2 on a wrong option, 1 when the engine died."""
+    spawn_processes()
     words = LastWords()
     oom_kills = read_oom_kills()
     from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -43,11 +44,18 @@ def main(argv: list[str]) -> NoReturn:
         command.cmd(args)
     except Exception as error:  # noqa: BLE001 - the edge at which vLLM's failure becomes one message
         failure = error
+    watch.close()
     death = explain(words.read(), watch.exits(), failure, oom_killed=read_oom_kills() > oom_kills)
     if death is None:
         sys.exit(0)
     _tell(death, failure)
     sys.exit(_FAILED)
+
+
+def spawn_processes() -> None:
+    """What the `vllm` command does and `ServeSubcommand` by itself does not: its processes are spawned, not forked. A
+    fork would copy this process in the middle of what its other threads do."""
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
 def _tell(death: Death, failure: Exception | None) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from collections.abc import Iterable
 from multiprocessing.process import BaseProcess
 
 from kvortex.sizes import format_bytes
@@ -23,14 +24,19 @@ class Watch:
         self._args = args
         self._processes: dict[int, BaseProcess] = {}
         self._ready = False
-        threading.Thread(target=self._run, name="kvortex-watch", daemon=True).start()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvortex-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; what it has seen stays."""
+        self._closing.set()
+        self._thread.join()
 
     def exits(self) -> dict[str, int]:
         """Exit code, negative for a signal, of each process that has ended."""
         self._look()
-        return {
-            f"{process.name}": process.exitcode for process in self._processes.values() if process.exitcode is not None
-        }
+        return {process.name: process.exitcode for process in self._processes.values() if process.exitcode is not None}
 
     def _look(self) -> None:
         for process in multiprocessing.active_children():
@@ -39,8 +45,7 @@ class Watch:
 
     def _run(self) -> None:
         begin = told = time.monotonic()
-        while True:
-            time.sleep(_TICK_S)
+        while not self._closing.wait(_TICK_S):
             self._look()
             if self._ready:
                 continue
@@ -48,7 +53,8 @@ class Watch:
             now = time.monotonic()
             if not self._ready and now - told >= _TELL_EVERY_S:
                 told = now
-                print(f"kvortex: starting for {now - begin:.0f} s, {_memory_in_words()}", file=sys.stderr, flush=True)
+                shown = _memory_in_words(self._processes)
+                print(f"kvortex: starting for {now - begin:.0f} s, {shown}", file=sys.stderr, flush=True)
 
 
 def is_listening(args: Namespace) -> bool:
@@ -68,15 +74,17 @@ def _reachable(host: str | None) -> str:
     return "::1" if host == "::" else host
 
 
-def _memory_in_words() -> str:
-    """What grows while a model is loaded."""
+def _memory_in_words(pids: Iterable[int]) -> str:
+    """What grows while a model is loaded: of these processes and all below them."""
     import psutil
 
     resident, count = 0, 0
-    for process in psutil.Process().children(recursive=True):
+    for pid in pids:
         try:
-            resident += process.memory_info().rss
-            count += 1
+            top = psutil.Process(pid)
+            for process in (top, *top.children(recursive=True)):
+                resident += process.memory_info().rss
+                count += 1
         except psutil.Error:
             continue
     if not count:
