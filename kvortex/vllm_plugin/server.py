@@ -61,7 +61,7 @@ def spawn_processes() -> None:
 def _tell(death: Death, failure: Exception | None) -> None:
     """The message, last: what scrolled by above it is vLLM's own."""
     if failure is not None and "root cause" not in str(failure):
-        traceback.print_exception(failure)
+        print(hide_secrets("".join(traceback.format_exception(failure)), os.environ), file=sys.stderr)
     sys.stdout.flush()
     print(f"error: {hide_secrets(death.message, os.environ)}", file=sys.stderr)
     print(f"hint: {hide_secrets(death.hint, os.environ)}", file=sys.stderr, flush=True)
