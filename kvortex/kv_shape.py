@@ -28,6 +28,8 @@ _ELEMENT_BYTES = {
     "fp8_e5m2": 1,
     "fp8_inc": 1,
 }
+KV_DTYPES = tuple(_ELEMENT_BYTES)
+"""What `dtype` and `kv_cache_dtype` may be here."""
 _WRAPPERS = ("text_config", "language_config", "llm_config")
 # Each of these, when set, changes what is kept per layer in a way this module does not work out.
 _REFUSED_KEYS = (

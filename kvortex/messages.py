@@ -78,26 +78,50 @@ class StepPlan:
     Attributes:
         requests: for each load, the request that waits for it.
         refused: loads that must not happen; each rank answers FAILED without a copy, so that the request is computed.
+        step_loads: loads that this step's own kernels read; their requests do not wait to be told.
+        timed_as: the number under which the step's time is reported; 0 is not.
         needed: loads whose GPU blocks this step's kernels, or later ones, may touch. The kernels wait, on the device,
             for those of them that were promised (see `CopyEngine.promise`); the others are not promised any more.
     """
 
     loads: list[CopyOrder] = field(default_factory=list)
+    step_loads: list[CopyOrder] = field(default_factory=list)
     stores: list[CopyOrder] = field(default_factory=list)
     refused: list[CopyOrder] = field(default_factory=list)
     requests: dict[JobId, str] = field(default_factory=dict)
     needed: list[JobId] = field(default_factory=list)
+    timed_as: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """How one rank loads.
+
+    Attributes:
+        bytes_per_s: of one large load.
+        by_layer: kernels can wait for their own layer's bytes; otherwise the first one waits for all.
+    """
+
+    bytes_per_s: float
+    by_layer: bool
 
 
 @dataclass(slots=True)
 class StepReport:
-    """Workers to scheduler: each rank's answers since its last report."""
+    """Workers to scheduler: each rank's answers since its last report.
+
+    Attributes:
+        links: of each rank, once.
+        step_seconds: of one rank, the steps asked for: number -> seconds from its first kernel to its last.
+    """
 
     results: dict[int, list[JobResult]] = field(default_factory=dict)
+    links: dict[int, LinkFacts] = field(default_factory=dict)
+    step_seconds: dict[int, float] = field(default_factory=dict)
 
     def merge(self, other: StepReport) -> StepReport:
         """Both reports as one; the reports of different ranks, or of one rank in order."""
         merged = {rank: list(results) for rank, results in self.results.items()}
         for rank, results in other.results.items():
             merged.setdefault(rank, []).extend(results)
-        return StepReport(merged)
+        return StepReport(merged, self.links | other.links, self.step_seconds | other.step_seconds)

@@ -42,6 +42,6 @@ def complete_setting(incomplete: str) -> list[str]:
 
     settings = []
     for key, field in KVCacheSettings.model_fields.items():
-        value = _RAM_CACHE_SIZE if field.is_required() else shown(key, field.default).replace(" ", "")
-        settings.append(f"{SECTION}.{key}={value}")
+        value = "null" if field.default is None else shown(key, field.default).replace(" ", "")
+        settings.append(f"{SECTION}.{key}={_RAM_CACHE_SIZE if field.is_required() else value}")
     return [setting for setting in settings if setting.startswith(incomplete)]

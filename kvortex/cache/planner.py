@@ -6,8 +6,9 @@ blocks that it may take at once, a step that computes more than a batch does not
 on the path of an allocation. A threshold of 0 is write-through.
 
 How much room a burst of allocations needs depends on the load, not on a share: sixteen conversations that return in one
-step may take three quarters of VRAM at once. A block that VRAM takes before it was copied says that the marks are too
-high for this load: they drop to write-through, and come back up over `RECOVERY_S` without such a loss.
+step may take three quarters of VRAM at once. As many as run may be replaced at once by others that return, so the marks
+leave that much room. A block that VRAM takes before it was copied all the same says that they are still too high for
+this load: they drop to write-through. They come back up over `RECOVERY_S` without such a need.
 """
 
 from __future__ import annotations
@@ -79,11 +80,16 @@ class OffloadPlanner:
         self.in_flight_blocks = 0
         """Blocks given out and not yet reported by `ended`."""
 
-    def plan(self, in_use: Callable[[int], bool]) -> StoreDecision:
+    def plan(self, in_use: Callable[[int], bool], in_use_blocks: int) -> StoreDecision:
         """This step's stores. Slots are reserved, evicting what the policy gives up; all or nothing for the batch.
 
-        Costs the blocks it stores; one comparison when nothing is due.
+        Costs the blocks it stores; a few comparisons when nothing is due.
+
+        Args:
+            in_use: whether a request holds the block.
+            in_use_blocks: how many are held.
         """
+        self._need_room(self._start_above - (self._capacity_blocks - in_use_blocks))
         due = self._residency.resident_blocks - self.in_flight_blocks
         arrived = self._residency.arrivals - self._arrivals_seen
         self._arrivals_seen = self._residency.arrivals
@@ -126,8 +132,12 @@ class OffloadPlanner:
 
     def block_lost(self) -> None:
         """VRAM took a resident block for something else before it was copied."""
-        self._extra_room = float(self._capacity_blocks)
-        self._extra_room_at = self._clock()
+        self._need_room(self._capacity_blocks)
+
+    def _need_room(self, blocks: int) -> None:
+        if blocks > self.extra_room_blocks:
+            self._extra_room = float(blocks)
+            self._extra_room_at = self._clock()
 
     def ended(self, num_blocks: int) -> None:
         """The stores of `num_blocks` blocks ended, whatever the outcome."""

@@ -20,6 +20,7 @@ class Refusal(Enum):
     RESET = "reset"
     LAYOUT = "layout"
     ABORTED = "aborted"
+    QUICKER_COMPUTED = "quicker_computed"
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Ledger:
     computed: int = 0
     store: TransferCount = field(default_factory=TransferCount)
     load: TransferCount = field(default_factory=TransferCount)
+    with_step_blocks: int = 0
     ram_evicted: int = 0
     vram_evicted: int = 0
     vram_lost: int = 0
@@ -79,7 +81,7 @@ class Ledger:
                 "computed": self.computed,
             },
             "store": self.store.as_dict(),
-            "load": self.load.as_dict(),
+            "load": self.load.as_dict() | {"with_step_blocks": self.with_step_blocks},
             "evicted": {
                 "ram_blocks": self.ram_evicted,
                 "vram_blocks": self.vram_evicted,

@@ -8,11 +8,12 @@ from typing import Final
 
 from kvortex.config.allocator import expandable_segments
 from kvortex.config.machine import MachineFacts
+from kvortex.config.request_log import check_request_log
 from kvortex.config.resolve import ResolvedConfig
 from kvortex.config.sources import SECTION
 from kvortex.config.vllm_install import VllmInstall
 from kvortex.config.vllm_options import vllm_options
-from kvortex.errors import ConfigError, KVortexError, UnfitError
+from kvortex.errors import ConfigError, KVortexError, UnfitError, UsageError
 from kvortex.kv_shape import KVShape, read_kv_shape
 from kvortex.model_files import ModelFiles, ModelUnavailableError, Reason, read_model_files
 from kvortex.sizes import format_bytes
@@ -36,6 +37,7 @@ def problems(
         yield from _heads_problems(resolved, shape)
     if resolved.uses_kvortex:
         yield from _ram_problems(resolved, machine, shape)
+        yield from _request_log_problems(resolved)
         yield from _unsupported(resolved)
     yield from _gpu_problems(resolved, machine)
     if install is not None:
@@ -143,6 +145,17 @@ def _shape(resolved: ResolvedConfig, files: ModelFiles | None) -> KVShape | None
     except KVortexError:
         # Not understood here is not wrong: the connector measures the real block, by the same rule.
         return None
+
+
+def _request_log_problems(resolved: ResolvedConfig) -> Iterator[KVortexError]:
+    path = resolved.kv_cache.request_log
+    if path is None:
+        return
+    try:
+        check_request_log(Path(path))
+    except UsageError as error:
+        place = resolved.place_of("request_log")
+        yield ConfigError(place, f"{SECTION}.request_log: {error.message}", hint=error.hint)
 
 
 def _unsupported(resolved: ResolvedConfig) -> Iterator[KVortexError]:

@@ -3,17 +3,18 @@
 KVLayout     where the bytes of a block lie on the device: regions [num_blocks, fragment_bytes]
 HostSlab     the host's slots: [num_slots, slot_bytes], a slot holds a block's fragments one after the other
 CopyEngine   takes orders, moves bytes, answers each order once
+StepLoads    loads that the step's own kernels read, layer by layer
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
-from kvortex.messages import CopyOrder, JobId, JobResult
+from kvortex.messages import CopyOrder, JobId, JobResult, LinkFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,11 @@ class KVLayout:
     Attributes:
         regions: uint8 tensors [num_blocks, fragment_bytes_i]; rows are contiguous, the row stride may be larger than
             the fragment. Views of vLLM's own KV memory, never copies.
+        regions_of: for each layer whose kernels are known by name, the regions that they read.
     """
 
     regions: tuple[torch.Tensor, ...]
+    regions_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.regions, "a KV layout needs at least one region"
@@ -58,6 +61,36 @@ class Fence(Protocol):
         ...
 
 
+class StepLoads(Protocol):
+    """Loads that the kernels of the step being submitted read. Used until `end`, by one thread.
+
+    They do not fail: vLLM cannot take back a step. What cannot be copied in the usual way is copied in a slower one;
+    both methods raise RuntimeError when the device has failed.
+    """
+
+    def hold_kernels(self, regions: Sequence[int]) -> None:
+        """What the compute stream is given from now on runs behind the copies into these regions of the layout."""
+        ...
+
+    def end(self) -> bool:
+        """The step's kernels are submitted; what comes after them runs behind all of the copies.
+
+        Returns:
+            False when `hold_kernels` was not called for every region: some kernels may have run too early.
+        """
+        ...
+
+
+class Stopwatch(Protocol):
+    """Runs on the device's compute stream from the point at which it was made."""
+
+    def stop(self) -> None: ...
+
+    def seconds(self) -> float | None:
+        """From start to stop; None until the device is there. Never blocks."""
+        ...
+
+
 class CopyEngine(Protocol):
     """Moves blocks between a KVLayout and a HostSlab. Called from the worker's main thread only.
 
@@ -80,6 +113,20 @@ class CopyEngine(Protocol):
                 that was submitted until now.
         """
         ...
+
+    def load_for_step(self, orders: Sequence[CopyOrder], *, after: Fence) -> StepLoads:
+        """Loads that the kernels submitted next read, ahead of all other loads; the caller says what waits for them.
+
+        They have no deadline, and each is answered DONE.
+        """
+        ...
+
+    @property
+    def link(self) -> LinkFacts | None:
+        """How this engine loads; None until it knows."""
+        ...
+
+    def stopwatch(self) -> Stopwatch: ...
 
     def poll(self) -> list[JobResult]:
         """The answers since the last call; never blocks."""

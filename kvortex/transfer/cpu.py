@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvortex.messages import CopyOrder, Direction, IntArray, JobId, JobResult
-from kvortex.transfer.base import Fence, KVLayout
+from kvortex.messages import CopyOrder, Direction, IntArray, JobId, JobResult, LinkFacts, Outcome
+from kvortex.transfer.base import Fence, KVLayout, StepLoads, Stopwatch
 from kvortex.transfer.queue import OrderQueue
 from kvortex.transfer.slab import HostSlab
 
@@ -84,6 +84,70 @@ class ReachedFence:
         return True
 
 
+class HostStepLoads:
+    """`StepLoads` of a device whose kernels run in the caller, who copies before the first of them.
+
+    Args:
+        copied: is given the orders when they are copied.
+    """
+
+    def __init__(
+        self, mover: BlockMover, orders: Sequence[CopyOrder], copied: Callable[[Sequence[CopyOrder]], None]
+    ) -> None:
+        self._mover = mover
+        self._orders = orders
+        self._copied = copied
+        self._waits = True
+
+    def hold_kernels(self, regions: Sequence[int]) -> None:  # noqa: ARG002 - a block is copied whole
+        if not self._waits:
+            return
+        for order in self._orders:
+            assert order.direction is Direction.LOAD, order
+            if len(order.slots):
+                self._mover.copy_piece(order.direction, order.gpu_blocks, order.slots)
+        self._waits = False
+        self._copied(self._orders)
+
+    def end(self) -> bool:
+        in_time = not self._waits
+        self.hold_kernels(())
+        return in_time
+
+
+class HostStopwatch:
+    """A kernel has ended when its call returns, so the host's clock is the device's."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: float | None = None
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._start
+
+    def seconds(self) -> float | None:
+        return self._seconds
+
+
+class _Meter:
+    """Bytes and seconds of the copies so far, of all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_bytes = 0
+        self._seconds = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self._num_bytes += num_bytes
+            self._seconds += seconds
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        with self._lock:
+            return self._num_bytes / self._seconds if self._seconds > 0 else None
+
+
 class CpuCopyEngine:
     """A `CopyEngine` for KV that lies in host RAM.
 
@@ -115,8 +179,12 @@ class CpuCopyEngine:
         assert num_threads > 0, f"{num_threads} threads"
         assert piece_bytes > 0, f"pieces of {piece_bytes} bytes"
         self._queue = OrderQueue(layout.num_blocks, slab.num_slots, layout.block_bytes, clock)
-        # Only the threads hold the mover, and with it the layout's and the slab's memory.
-        arguments = (self._queue, HostMover(layout, slab) if mover is None else mover, piece_bytes)
+        self._meter = _Meter()
+        # The mover holds the layout's and the slab's memory: only the threads and this field have it.
+        self._mover: BlockMover | None = HostMover(layout, slab) if mover is None else mover
+        self._block_bytes = layout.block_bytes
+        self._step_answers: list[JobResult] = []
+        arguments = (self._queue, self._mover, piece_bytes, layout.block_bytes, self._meter)
         self._threads = [
             threading.Thread(target=_copy_pieces, args=arguments, name=f"kvortex-copy-{i}", daemon=True)
             for i in range(num_threads)
@@ -133,9 +201,30 @@ class CpuCopyEngine:
         assert after is None or after.is_reached(), "a fence of another engine"
         self._queue.add(orders)
 
+    def load_for_step(self, orders: Sequence[CopyOrder], *, after: Fence) -> StepLoads:
+        """The caller copies where its kernels would wait."""
+        assert after.is_reached(), "a fence of another engine"
+        assert self._mover is not None, f"{len(orders)} orders after close"
+        return HostStepLoads(self._mover, orders, self._answer_step_loads)
+
+    def _answer_step_loads(self, orders: Sequence[CopyOrder]) -> None:
+        for order in orders:
+            num_bytes = len(order.slots) * self._block_bytes
+            self._step_answers.append(JobResult(order.job_id, order.direction, Outcome.DONE, 0.0, num_bytes))
+
+    @property
+    def link(self) -> LinkFacts | None:
+        """What one thread has copied a second so far."""
+        rate = self._meter.bytes_per_s
+        return None if rate is None else LinkFacts(rate, by_layer=False)
+
+    def stopwatch(self) -> Stopwatch:
+        return HostStopwatch()
+
     def poll(self) -> list[JobResult]:
         """The answers since the last call; never waits for a copy."""
-        return self._queue.answers()
+        step_answers, self._step_answers = self._step_answers, []
+        return step_answers + self._queue.answers()
 
     def promise(self, window_s: float) -> list[JobId]:  # noqa: ARG002 - there is no device that could keep it
         """Nothing: kernels of the CPU run in the caller, where nothing but the host could hold them."""
@@ -153,18 +242,21 @@ class CpuCopyEngine:
             that piece; call again to wait for it.
         """
         self._queue.close()
+        self._mover = None
         end_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
 
-def _copy_pieces(queue: OrderQueue, mover: BlockMover, piece_bytes: int) -> None:
+def _copy_pieces(queue: OrderQueue, mover: BlockMover, piece_bytes: int, block_bytes: int, meter: _Meter) -> None:
     """A pool thread's life: until the queue is closed."""
     while (piece := queue.take(piece_bytes)) is not None:
+        begun = time.perf_counter()
         try:
             mover.copy_piece(piece.direction, piece.gpu_blocks, piece.slots)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer and no other's
             queue.finish(piece, f"{type(error).__name__}: {error}")
         else:
+            meter.add(len(piece.slots) * block_bytes, time.perf_counter() - begun)
             queue.finish(piece)

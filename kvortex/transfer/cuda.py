@@ -1,6 +1,7 @@
-"""The copy engine of a machine with a GPU: two streams, one a direction, that run without the host.
+"""The copy engine of a machine with a GPU: a stream a direction that runs without the host, one for steps' own loads.
 
-    submit -> a lane a direction -> its stream:  wait for the fence | batch, pause, batch, pause, ... | end
+    submit        -> a lane a direction -> its stream:  wait for the fence | batch, pause, batch, pause, ... | end
+    load_for_step -> a stream of its own:               wait for the fence | a layer's bytes | the next one's | ...
 
 Each direction is one stream. More of them gain nothing in bandwidth, and four keep the copy engine so busy that
 the model's own copies wait to the end; so does one stream without the pauses.
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvortex.messages import CopyOrder, Direction, JobId, JobResult
+from kvortex.messages import CopyOrder, Direction, JobId, JobResult, LinkFacts
 from kvortex.transfer.addresses import AddressTable, Row, rows_of
-from kvortex.transfer.base import Fence, KVLayout
+from kvortex.transfer.base import Fence, KVLayout, StepLoads, Stopwatch
 from kvortex.transfer.cuda_driver import CudaDriver
 from kvortex.transfer.cuda_mover import CudaStreamMover
-from kvortex.transfer.cuda_stream import ComputeWatch, CudaFence, borrowed_stream
+from kvortex.transfer.cuda_step_loads import StepLoader
+from kvortex.transfer.cuda_stream import ComputeWatch, CudaFence, CudaStopwatch, borrowed_stream
 from kvortex.transfer.lane import Lane, LaneBounds
 from kvortex.transfer.numa import nearest_node
 from kvortex.transfer.pinned import PinnedSlab
@@ -91,9 +93,11 @@ class CudaCopyEngine:
         self._layout: KVLayout | None = layout
         self._driver = driver
         self._watch = ComputeWatch()
-        self._handles = [driver.create_stream() for _ in range(min(num_streams, 2))]
-        streams = [borrowed_stream(handle, self._device) for handle in self._handles]
+        self._handles = [driver.create_stream() for _ in range(min(num_streams, 2) + 1)]
+        *streams, step_stream = [borrowed_stream(handle, self._device) for handle in self._handles]
         rows = rows_of(layout)
+        self._step_loader: StepLoader | None = StepLoader(driver, step_stream, layout, slab, clock)
+        self._load_bandwidth = tuning.load_bandwidth
         loads = self._load_mover(rows, layout, slab, streams[0], tuning)
         batch_bytes = min(tuning.store_batch_bytes, slab.seam_bytes)
         table = _table(rows, slab, batch_bytes)
@@ -107,10 +111,11 @@ class CudaCopyEngine:
                 _bounds(bandwidth, layout.block_bytes, mover.num_copied_rows),
                 layout.block_bytes,
                 clock,
+                must_wait,
             )
-            for direction, mover, bandwidth in (
-                (Direction.LOAD, loads, tuning.load_bandwidth),
-                (Direction.STORE, stores, tuning.store_bandwidth),
+            for direction, mover, bandwidth, must_wait in (
+                (Direction.LOAD, loads, tuning.load_bandwidth, self._is_loading_for_step),
+                (Direction.STORE, stores, tuning.store_bandwidth, _never),
             )
         }
 
@@ -151,10 +156,28 @@ class CudaCopyEngine:
             if of_lane:
                 lane.add(of_lane, fence)
 
+    def load_for_step(self, orders: Sequence[CopyOrder], *, after: Fence) -> StepLoads:
+        """Enqueues them row by row, as `hold_kernels` asks for them; other loads begin nothing meanwhile."""
+        assert self._layout is not None, f"{len(orders)} orders after close"
+        assert isinstance(after, CudaFence), f"a fence of another engine: {after}"
+        assert self._step_loader is not None
+        return self._step_loader.begin(orders, after, torch.cuda.current_stream(self._device))
+
+    @property
+    def link(self) -> LinkFacts | None:
+        by_layer = self._step_loader is not None and self._step_loader.is_by_layer
+        return LinkFacts(self._load_bandwidth, by_layer)
+
+    def stopwatch(self) -> Stopwatch:
+        return CudaStopwatch(torch.cuda.current_stream(self._device))
+
     def poll(self) -> list[JobResult]:
         """The answers since the last call; never waits for a copy."""
         self._look()
-        return [answer for lane in self._lanes.values() for answer in lane.collect()]
+        answers = [] if self._step_loader is None else self._step_loader.collect()
+        for lane in self._lanes.values():
+            answers += lane.collect()
+        return answers
 
     def promise(self, window_s: float) -> list[JobId]:
         """Loads that will have ended within `window_s`; the estimate is that of a link beside a running model."""
@@ -177,17 +200,26 @@ class CudaCopyEngine:
             return True
         end_s = time.monotonic() + timeout_s
         have_ended = [lane.close(end_s) for lane in self._lanes.values()]
+        have_ended.append(self._step_loader is None or self._step_loader.close(end_s))
         if not all(have_ended):
             return False
         self._lanes = {}
+        self._step_loader = None
         for handle in self._handles:
             self._driver.destroy_stream(handle)
         self._layout = None
         return True
 
+    def _is_loading_for_step(self) -> bool:
+        return self._step_loader is not None and self._step_loader.is_busy
+
     def _look(self) -> None:
         if self._layout is not None:
             self._watch.look(torch.cuda.current_stream(self._device))
+
+
+def _never() -> bool:
+    return False
 
 
 def _table(rows: Sequence[Row], slab: PinnedSlab, max_copy_bytes: int) -> AddressTable:

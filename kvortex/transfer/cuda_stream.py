@@ -74,6 +74,23 @@ class StreamTimer:
         return self._begin.elapsed_time(end) / 1e3  # type: ignore[no-any-return]
 
 
+class CudaStopwatch:
+    """From the point at which it was made to `stop`, on one stream, by the device's own clock."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._begin = _timed_event(stream)
+        self._end: torch.cuda.Event | None = None
+
+    def stop(self) -> None:
+        self._end = _timed_event(self._stream)
+
+    def seconds(self) -> float | None:
+        if self._end is None or not _has_happened(self._end):
+            return None
+        return self._begin.elapsed_time(self._end) / 1e3  # type: ignore[no-any-return]
+
+
 def borrowed_stream(handle: int, device: torch.device) -> torch.cuda.Stream:
     """torch's view of a stream that is not torch's; whoever made it destroys it."""
     return torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]

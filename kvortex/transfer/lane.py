@@ -115,6 +115,7 @@ class Lane:
         mover: used by one thread at a time.
         block_bytes: bytes of one block.
         clock: the queue's.
+        must_wait: while it is true, nothing is begun. Whoever makes it false collects soon after.
     """
 
     def __init__(
@@ -126,9 +127,11 @@ class Lane:
         bounds: LaneBounds,
         block_bytes: int,
         clock: Callable[[], float] = time.monotonic,
+        must_wait: Callable[[], bool] = lambda: False,
     ) -> None:
         self._queue = queue
         self._mover = mover
+        self._must_wait = must_wait
         self._slab = slab
         self._bounds = bounds
         self._block_bytes = block_bytes
@@ -257,7 +260,7 @@ class Lane:
         """The piece to enqueue now, and whether its slots are pinned."""
         with self._changed:
             self._take_note()
-            if self._is_enqueueing or self._closed:
+            if self._is_enqueueing or self._closed or self._must_wait():
                 return None
             if self._bytes_ahead >= self._bounds.ahead_bytes or len(self._under_way) >= MAX_PIECES:
                 self._call_thread()

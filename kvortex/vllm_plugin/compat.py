@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvortex.cache.costs import PromptWork, prompt_work
 from kvortex.cache.prefix import GroupShape
 from kvortex.config.vllm_install import check_supported
 from kvortex.errors import UnfitError
@@ -32,6 +33,8 @@ from kvortex.transfer.base import KVLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -104,7 +107,7 @@ def kv_layout(kv_caches: Mapping[str, Any], kv_cache_config: KVCacheConfig) -> K
         regions = _regions_by_stride(kv_caches, kv_cache_config)
     else:
         regions = _regions_by_storage(kv_caches, int(kv_cache_config.num_blocks))
-    layout = KVLayout(tuple(regions))
+    layout = KVLayout(tuple(regions), _regions_of_layers(kv_caches, regions))
     expected = block_bytes(kv_cache_config)
     assert layout.block_bytes == expected, (
         f"the KV regions hold {layout.block_bytes} bytes a block, vLLM says {expected}"
@@ -141,6 +144,19 @@ def _regions_by_stride(kv_caches: Mapping[str, Any], config: KVCacheConfig) -> l
     return list(regions.values())
 
 
+def _regions_of_layers(kv_caches: Mapping[str, Any], regions: list[torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """The regions that each layer's tensor lies in, by address; regions are sorted into ranges that do not overlap."""
+    spans = [(int(r.data_ptr()), int(r.data_ptr()) + (r.shape[0] - 1) * r.stride(0) + r.shape[1]) for r in regions]
+    found: dict[str, tuple[int, ...]] = {}
+    for name, value in kv_caches.items():
+        tensor = _first_tensor(value)
+        begin = int(tensor.data_ptr())
+        length = sum((size - 1) * stride for size, stride in _dimensions(tensor)) + 1
+        end = begin + length * tensor.element_size()
+        found[name] = tuple(i for i, (first, last) in enumerate(spans) if first < end and begin < last)
+    return found
+
+
 def _dimensions(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return list(zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -166,6 +182,39 @@ def request_keys(request: Request, group: GroupShape, hash_block_size: int, *, s
     """A key for each complete block of the request's tokens from block `start` on: vLLM's chained hash, group's id."""
     hashes = resolve_block_hashes(request.block_hashes, hash_block_size, group.block_size)
     return [BlockKey(make_block_hash_with_group_id(hashes[i], group.group_id)) for i in range(start, len(hashes))]
+
+
+def forward_kind(forward_context: ForwardContext) -> str | None:
+    """How vLLM runs the forward pass, as far as it decides whether each layer calls `wait_for_layer_load`.
+
+    None where none does: one graph for the whole model, or no kernels. Nor for two halves of a batch at a time.
+    """
+    metadata = forward_context.attn_metadata
+    if not metadata or isinstance(metadata, list):
+        return None
+    mode = str(forward_context.cudagraph_runtime_mode.name)
+    return None if mode == "FULL" else mode
+
+
+def loads_may_go_with_steps(vllm_config: VllmConfig, num_groups: int) -> bool:
+    """Whether a step's forward pass is all that reads its requests' KV: a drafting model runs after it."""
+    return num_groups == 1 and vllm_config.speculative_config is None
+
+
+def prompt_work_of(scheduler_output: SchedulerOutput) -> PromptWork:
+    """What the step computes of prompts; a request with one token decodes."""
+    num_tokens = scheduler_output.num_scheduled_tokens
+    work = PromptWork()
+    if scheduler_output.total_num_scheduled_tokens == len(num_tokens):
+        return work
+    cached = scheduler_output.scheduled_cached_reqs
+    begins = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    begins.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
+    for request_id, count in num_tokens.items():
+        if count > 1:
+            begin = begins[request_id]
+            work += prompt_work(begin, begin + count)
+    return work
 
 
 def drops_last_block(vllm_config: VllmConfig) -> bool:

@@ -20,6 +20,7 @@ from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin import compat
 from kvortex.vllm_plugin.logs import share_vllms_log
 from kvortex.vllm_plugin.parent_watch import end_with_parent
+from kvortex.vllm_plugin.request_log import RequestLog, open_request_log
 from kvortex.vllm_plugin.scheduler import SchedulerSide
 from kvortex.vllm_plugin.setup import engine_facts
 from kvortex.vllm_plugin.stats_socket import StatsServer
@@ -68,13 +69,21 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._stats: StatsServer | None = None
+        self._request_log: RequestLog | None = None
         if role is KVConnectorRole.SCHEDULER:
             groups = compat.group_shapes(kv_cache_config)
             policy = make_policy(
                 facts.settings.eviction_policy, facts.num_slots, idle_after_s=facts.settings.idle_after
             )
             index = BlockIndex(facts.num_slots, policy, namespace=facts.namespace)
-            self._scheduler = SchedulerSide(facts, index, groups, drop_last_block=compat.drops_last_block(vllm_config))
+            self._request_log = open_request_log(facts, groups[0].block_size)
+            self._scheduler = SchedulerSide(
+                facts,
+                index,
+                groups,
+                drop_last_block=compat.drops_last_block(vllm_config),
+                request_log=self._request_log,
+            )
             if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(
                     "kv_load_failure_policy is %r: a failed load fails its request. `kvortex serve` sets it to "
@@ -107,14 +116,13 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats = StatsServer(self._facts.engine_id, self._scheduler_side.snapshot)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self._scheduler_side.match(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return self._scheduler_side.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._scheduler_side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return KVortexMetadata(self._scheduler_side.plan_step())
+        return KVortexMetadata(self._scheduler_side.plan_step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -155,10 +163,10 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_side.bind(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker_side.submit_loads()
+        self._worker_side.begin_forward(compat.forward_kind(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # loads end before their request is scheduled
+        self._worker_side.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -166,6 +174,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         return  # stores are whole blocks, chosen by the scheduler side
 
     def wait_for_save(self) -> None:
+        self._worker_side.end_forward()
         self._worker_side.submit_stores()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -192,5 +201,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None and self._stats is not None:
             self._stats.close()
             self._scheduler.log_totals()
+        if self._request_log is not None:
+            self._request_log.close()
         if self._worker is not None:
             self._worker.close()

@@ -52,6 +52,7 @@ class LoadJob(Job):
     gpu_blocks: the GPU blocks written, held by the request until the load ends.
     local_tokens, ram_tokens: the request's hit in VRAM, and the tokens that this load brings.
     computed_tokens: the rest of its prompt; None when its tokens are counted already.
+    with_step: the request runs in the step that loads.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class LoadJob(Job):
     local_tokens: int
     ram_tokens: int
     computed_tokens: int | None
+    with_step: bool
 
 
 class JobBook:
@@ -113,6 +115,7 @@ class JobBook:
         ram_tokens: int,
         computed_tokens: int | None,
         refused: bool,
+        with_step: bool,
     ) -> LoadJob:
         job = LoadJob(
             job_id=self._new_id(),
@@ -124,12 +127,15 @@ class JobBook:
             local_tokens=local_tokens,
             ram_tokens=ram_tokens,
             computed_tokens=computed_tokens,
+            with_step=with_step,
         )
         self._jobs[job.job_id] = job
-        self._loading.update(keys)
-        self._target_of.update(dict.fromkeys(gpu_blocks, job.job_id))
-        self._load_of[request_id] = job.job_id
-        orders = self._plan.refused if refused else self._plan.loads
+        if not with_step:
+            self._loading.update(keys)
+            self._target_of.update(dict.fromkeys(gpu_blocks, job.job_id))
+            self._load_of[request_id] = job.job_id
+        at_once = self._plan.step_loads if with_step else self._plan.loads
+        orders = self._plan.refused if refused else at_once
         orders.append(self._order(job.job_id, Direction.LOAD, gpu_blocks, slots))
         self._plan.requests[job.job_id] = request_id
         return job
@@ -170,7 +176,7 @@ class JobBook:
             for block_id in job.block_ids:
                 if self._source_of.get(block_id, (None, 0))[0] == job.job_id:
                     del self._source_of[block_id]
-        else:
+        elif not job.with_step:
             for key in job.keys:
                 self._loading[key] -= 1
                 if not self._loading[key]:

@@ -98,6 +98,13 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     for outcome in ("issued", "used", "wasted"):
         prefetch.add_metric([outcome], stats["prefetch"][f"{outcome}_blocks"])
     yield prefetch
+    logged = CounterMetricFamily(
+        "kvortex_request_log_requests", "Requests in the request log, or not", labels=["outcome"]
+    )
+    logged.add_metric(["written"], stats["request_log"]["written"])
+    for reason, requests in stats["request_log"]["dropped"].items():
+        logged.add_metric([reason], requests)
+    yield logged
     sessions = GaugeMetricFamily("kvortex_sessions", "Conversations", labels=["state"])
     for state in ("known", "active"):
         sessions.add_metric([state], stats["sessions"][state])

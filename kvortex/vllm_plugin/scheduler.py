@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import kvortex
+from kvortex.cache.costs import PromptWork, StepCosts, prompt_work
 from kvortex.cache.index import BlockIndex, KeyState
+from kvortex.cache.load_choice import LoadChoice, Way
 from kvortex.cache.planner import OffloadPlanner
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
 from kvortex.cache.residency import Residency
@@ -27,11 +29,14 @@ from kvortex.keys import BlockKey
 from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin.jobs import JobBook, LoadJob, StoreJob
 from kvortex.vllm_plugin.pool_view import PoolView
+from kvortex.vllm_plugin.request_log import EndedRequest, RequestLog, counts
 from kvortex.vllm_plugin.requests import RequestState
+from kvortex.vllm_plugin.step_log import StepLog
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
     from kvortex.vllm_plugin.setup import EngineFacts
@@ -49,6 +54,7 @@ class SchedulerSide:
         groups: Sequence[GroupShape],
         *,
         drop_last_block: bool,
+        request_log: RequestLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._facts = facts
@@ -58,8 +64,12 @@ class SchedulerSide:
         self._matcher = PrefixMatcher(groups, index, drop_last_block=drop_last_block)
         self._residency = Residency(clock)
         self._ledger = Ledger()
+        self._request_log = request_log
         self._jobs = JobBook(facts.num_ranks, facts.settings.transfer_timeout, clock)
         self._requests: dict[str, RequestState] = {}
+        self._costs = StepCosts()
+        self._choice = LoadChoice(self._costs)
+        self._steps = StepLog()
         self._started_at = clock()
         self._lock = threading.Lock()
         self._view: PoolView | None = None
@@ -85,22 +95,50 @@ class SchedulerSide:
 
     # ---- a request arrives ---------------------------------------------------------------------------------------
 
-    def match(self, request: Request, local_tokens: int) -> int | None:
-        """Tokens beyond `local_tokens` that RAM can restore; None: ask again, another request is loading them now."""
+    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+        """What RAM can restore of the request's prompt.
+
+        Returns:
+            Tokens beyond `local_tokens`; None: ask again, another request is loading them now, or this step loads
+            enough. And whether the request should wait for them before it runs, or its load goes with its step.
+        """
         with self._lock:
             self.view.refresh()
             state = self._requests.setdefault(request.request_id, RequestState())
             state.hit = PrefixHit(local_tokens, 0, {})
+            state.with_step, state.declined = False, 0
             if state.load_failed or request.skip_reading_prefix_cache:
-                return 0
+                return 0, False
             if self._jobs.loading(self._next_key(request, state, local_tokens)):
-                return None
+                return None, False
             state.hit = self._matcher.match(
                 lambda group: state.keys(request, group, self.view.hash_block_size),
                 request.num_tokens,
                 local_tokens,
             )
-            return state.hit.ram_tokens
+            ram_tokens = state.hit.ram_tokens
+            if not ram_tokens:
+                return 0, False
+            way = self._way(request, state.hit)
+            if way is Way.COMPUTE:
+                state.declined = _num_blocks(state.hit)
+                state.hit = PrefixHit(local_tokens, 0, {})
+                return 0, False
+            state.with_step = way is Way.WITH_STEP
+            return (None, False) if way is Way.NEXT_STEP else (ram_tokens, not state.with_step)
+
+    def _way(self, request: Request, hit: PrefixHit) -> Way:
+        load_bytes, work = self._load_and_work(request, hit)
+        computed = prompt_work(hit.local_tokens, hit.local_tokens + hit.ram_tokens)
+        way = self._choice.way(load_bytes, computed, work, self._steps.num_running)
+        may_go_with_step = self._facts.loads_go_with_steps and self._groups[0].window is None
+        return way if may_go_with_step or way is Way.COMPUTE else Way.BEFORE_STEP
+
+    def _load_and_work(self, request: Request, hit: PrefixHit) -> tuple[int, PromptWork]:
+        """What a rank loads for the request, in bytes, and what is computed of it then."""
+        num_blocks = _num_blocks(hit)
+        work = prompt_work(hit.local_tokens + hit.ram_tokens, request.num_tokens)
+        return num_blocks * self._facts.rank_block_bytes, work
 
     def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
         """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
@@ -120,7 +158,9 @@ class SchedulerSide:
             first_time = not state.counted and request.num_preemptions == 0
             state.counted = True
             if first_time:
+                self._ledger.refused[Refusal.QUICKER_COMPUTED] += state.declined
                 state.prompted = True
+                state.admitted_s = time.time()
                 for group in self._groups:
                     keys = state.keys(request, group, self.view.hash_block_size)
                     self._index.prompt(keys, request.num_tokens)
@@ -168,8 +208,11 @@ class SchedulerSide:
                 slots.append(planned[i])
                 keys.append(group_keys[i])
         if not complete:
+            assert not state.with_step, "the blocks of a single group are always complete"
             self._ledger.refused[Refusal.LAYOUT] += len(gpu_blocks)
             slots, keys = [], []
+        if state.with_step:
+            self._choice.goes_with_step(*self._load_and_work(request, hit))
         self._index.touch(slots)
         self._index.pin(slots)
         job = self._jobs.start_load(
@@ -181,24 +224,28 @@ class SchedulerSide:
             ram_tokens=ram_tokens,
             computed_tokens=(request.num_tokens - end) if first_time else None,
             refused=not complete,
+            with_step=state.with_step,
         )
         self._ledger.load.in_flight += len(job.slots)
 
     # ---- each step -----------------------------------------------------------------------------------------------
 
-    def plan_step(self) -> StepPlan:
-        """This step's orders. Costs what it orders; a few comparisons when nothing is due."""
+    def plan_step(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        """This step's orders. Costs what it orders and what it computes; a few comparisons when nothing is due."""
         with self._lock:
             self.view.refresh()
+            self._choice.begin_step()
             self._give_up_overdue_stores()
-            decision = self.planner.plan(self.view.in_use)
+            decision = self.planner.plan(self.view.in_use, self.view.in_use_blocks)
             if decision.refused:
                 self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
             if decision.reservation is not None:
                 self._jobs.start_store(decision.candidates, decision.reservation.slots)
                 self._ledger.store.in_flight += len(decision.candidates)
                 self._ledger.ram_evicted += len(decision.reservation.evicted)
-            return self._jobs.take_plan()
+            plan = self._jobs.take_plan()
+            plan.timed_as = self._steps.begin(scheduler_output, loads=bool(plan.step_loads))
+            return plan
 
     @property
     def busy(self) -> bool:
@@ -209,6 +256,11 @@ class SchedulerSide:
         """Workers' answers, one a rank for each order, in any order."""
         with self._lock:
             self.view.refresh()
+            for link in report.links.values():
+                self._choice.heard_of(link)
+            for number, seconds in report.step_seconds.items():
+                if (work := self._steps.work_of(number)) is not None:
+                    self._costs.saw(work, seconds)
             for rank, results in report.results.items():
                 for result in results:
                     ended = self._jobs.answer(rank, result)
@@ -252,6 +304,7 @@ class SchedulerSide:
                 logger.warning("a load for request %s failed, it is computed instead: %s", job.request_id, job.detail)
         else:
             self._ledger.load.blocks += len(job.slots)
+            self._ledger.with_step_blocks += len(job.slots) if job.with_step else 0
             self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
             self._ledger.load.seconds += job.seconds
         if state is None:
@@ -283,9 +336,20 @@ class SchedulerSide:
                 for group in self._groups:
                     keys = state.keys(request, group, self.view.hash_block_size)
                     self._index.answered(keys, request.num_output_tokens)
+                self._log(request, state)
             self._jobs.request_ended(request.request_id)
+            self._steps.request_ended(request.request_id)
             for ids in block_ids:
                 self._residency.used(reversed(ids))
+
+    def _log(self, request: Request, state: RequestState) -> None:
+        if self._request_log is not None:
+            group = self._groups[0]
+            keys = state.keys(request, group, self.view.hash_block_size)
+            # The last token was sampled and never computed: a block that ends with it is in no cache.
+            computed = max(request.num_prompt_tokens, request.num_tokens - 1) // group.block_size
+            tokens = request.num_prompt_tokens, request.num_output_tokens
+            self._request_log.add(EndedRequest(state.admitted_s, *tokens, tuple(keys[:computed])))
 
     def reset(self) -> None:
         """Forgets every block in RAM; copies under way end without being seen again."""
@@ -339,6 +403,7 @@ class SchedulerSide:
                 **self._ledger.as_dict(),
                 "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0},
                 "sessions": {"known": 0, "active": len(self._requests)},
+                "request_log": counts() if self._request_log is None else self._request_log.counts(),
             }
 
     def log_totals(self) -> None:
@@ -348,15 +413,20 @@ class SchedulerSide:
         tokens, store, load = counted["tokens"], counted["store"], counted["load"]
         logger.info(
             "KVortex at its end: of %d prompt tokens %d came from VRAM, %d from RAM; stored %d blocks, loaded %d "
-            "in %.3f s, %d VRAM blocks were taken before they were copied",
+            "in %.3f s (%d of them with their step), %d VRAM blocks were taken before they were copied",
             tokens["queried"],
             tokens["vram_hit"],
             tokens["ram_hit"],
             store["blocks"],
             load["blocks"],
             load["seconds"],
+            load["with_step_blocks"],
             counted["evicted"]["vram_uncopied_blocks"],
         )
+
+
+def _num_blocks(hit: PrefixHit) -> int:
+    return sum(len(slots) for slots in hit.slots.values())
 
 
 class _PoolEvents:

@@ -34,6 +34,7 @@ class EngineFacts:
         rank_block_bytes: bytes of a block on one rank.
         num_slots: host slots of each rank; slot `s` holds the parts of one block on all ranks.
         engine_id: vLLM's name of this engine, equal in all its processes.
+        loads_go_with_steps: a request's load may be part of the step that runs it.
     """
 
     settings: KVCacheSettings
@@ -45,6 +46,7 @@ class EngineFacts:
     rank_block_bytes: int
     num_slots: int
     namespace: bytes
+    loads_go_with_steps: bool
 
     @property
     def server_block_bytes(self) -> int:
@@ -113,6 +115,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
         rank_block_bytes=rank_block_bytes,
         num_slots=num_slots,
         namespace=_namespace(vllm_config, kv_cache_config).digest(),
+        loads_go_with_steps=compat.loads_may_go_with_steps(vllm_config, len(kv_cache_config.kv_cache_groups)),
     )
 
 

@@ -11,12 +11,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvortex.errors import UnfitError
-from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan, StepReport
+from kvortex.messages import CopyOrder, Direction, JobId, JobResult, LinkFacts, Outcome, StepPlan, StepReport
 from kvortex.sizes import format_bytes
-from kvortex.transfer.base import CopyEngine, Fence, KVLayout
+from kvortex.transfer.base import CopyEngine, Fence, KVLayout, StepLoads, Stopwatch
 from kvortex.transfer.cpu import CpuCopyEngine
 from kvortex.transfer.slab import HostSlab
 from kvortex.vllm_plugin import compat
+from kvortex.vllm_plugin.layer_waits import LayerWaits
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -42,8 +43,15 @@ class WorkerSide:
         self._one_group = len(kv_cache_config.kv_cache_groups) == 1
         self._slab: HostSlab | None = None
         self._engine: CopyEngine | None = None
+        self._layer_waits = LayerWaits({})
+        self._num_regions = 0
+        self._step_loads: StepLoads | None = None
+        self._stopwatch: Stopwatch | None = None
+        self._stopwatches: dict[int, Stopwatch] = {}
+        self._link_is_told = False
         self._before_kernels: Fence | None = None
         self._loads: list[CopyOrder] = []
+        self._for_step: list[CopyOrder] = []
         self._stores: list[CopyOrder] = []
         self._refused: list[CopyOrder] = []
         self._waiting: dict[JobId, tuple[str, CopyOrder]] = {}
@@ -66,6 +74,8 @@ class WorkerSide:
                 hint="run this model without KVortex: kv_cache.backend: none",
             )
         self._slab, self._engine = self._open_engine(layout)
+        self._layer_waits = LayerWaits(layout.regions_of)
+        self._num_regions = len(layout.regions)
         logger.info(
             "rank %d: %d slots of %s in host RAM, %s in all",
             self._rank,
@@ -97,21 +107,37 @@ class WorkerSide:
     def bind(self, plan: StepPlan) -> None:
         """A step begins. Stores of an earlier step that vLLM ended without a forward pass are submitted now."""
         self.submit_stores()
+        assert self._step_loads is None, "a step began before the last one's kernels were submitted"
+        self._layer_waits.begin_step()
+        if plan.timed_as and self._rank == 0:
+            self._stopwatch = self._stopwatches[plan.timed_as] = self.engine.stopwatch()
         # Taken before this step's kernels are submitted: none of them reads a block that the step loads into, so a
         # load need not wait for them.
-        self._before_kernels = self.engine.fence() if plan.loads else None
+        self._before_kernels = self.engine.fence() if plan.loads or plan.step_loads else None
         if needed := [job_id for job_id in plan.needed if job_id in self._promised]:
             self.engine.hold_kernels(needed)
         # Of a request that has ended: nobody would make kernels wait for these any more, so they are told at their end.
         self._unpromisable.update(job_id for job_id in plan.needed if job_id in self._waiting)
         self._loads = plan.loads
+        self._for_step = plan.step_loads
         self._stores = plan.stores
         self._refused = plan.refused
         for order in [*plan.loads, *plan.refused]:
             self._waiting[order.job_id] = (plan.requests[order.job_id], order)
 
-    def submit_loads(self) -> None:
-        """Loads wait for the kernels of earlier steps, which may still read the blocks that they write."""
+    def begin_forward(self, kind: str | None) -> None:
+        """Submits the loads. They wait for the kernels of earlier steps, which may still read the blocks they write.
+
+        Args:
+            kind: of the forward pass whose kernels come next (or, where no load goes with the step, have come).
+        """
+        layers_tell = self._layer_waits.begin_forward(kind)
+        for_step, self._for_step = self._for_step, []
+        if for_step:
+            assert self._before_kernels is not None
+            self._step_loads = self.engine.load_for_step(for_step, after=self._before_kernels)
+            if not layers_tell:
+                self._step_loads.hold_kernels(range(self._num_regions))
         loads, self._loads = self._loads, []
         if loads:
             self.engine.submit(loads, after=self._before_kernels)
@@ -119,6 +145,23 @@ class WorkerSide:
         for order in refused:
             detail = "the blocks that vLLM allocated are not those that RAM holds"
             self._answer(JobResult(order.job_id, Direction.LOAD, Outcome.FAILED, 0.0, 0, detail))
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        """The kernels of this layer are about to be submitted."""
+        regions = self._layer_waits.tells(layer_name)
+        if self._step_loads is not None:
+            self._step_loads.hold_kernels(regions)
+
+    def end_forward(self) -> None:
+        """The step's kernels are submitted. May be called again."""
+        loads, self._step_loads = self._step_loads, None
+        # The step cannot be taken back, and its answers may be wrong: no answer is better.
+        if loads is not None and not loads.end():
+            raise RuntimeError("a layer's kernels ran before its KV was loaded")
+        self._layer_waits.end_forward()
+        if self._stopwatch is not None:
+            self._stopwatch.stop()
+            self._stopwatch = None
 
     def submit_stores(self) -> None:
         """Stores wait for this step's kernels too, which may still write the blocks that they read."""
@@ -130,6 +173,7 @@ class WorkerSide:
         """Takes what the engine has ended since the last call."""
         if self._engine is None:
             return
+        self.end_forward()
         now = self._clock()
         step_s, self._collected_at = now - self._collected_at, now
         for result in self._engine.poll():
@@ -181,7 +225,23 @@ class WorkerSide:
     def take_report(self) -> StepReport | None:
         """The answers since the last call, or None when there are none."""
         results, self._report = self._report, []
-        return StepReport({self._rank: results}) if results else None
+        report = StepReport()
+        if results:
+            report.results[self._rank] = results
+        if (link := self._untold_link()) is not None:
+            report.links[self._rank] = link
+        for number, stopwatch in list(self._stopwatches.items()):
+            if (seconds := stopwatch.seconds()) is not None:
+                report.step_seconds[number] = seconds
+                del self._stopwatches[number]
+        return report if report.results or report.links or report.step_seconds else None
+
+    def _untold_link(self) -> LinkFacts | None:
+        if self._link_is_told or self._engine is None:
+            return None
+        link = self._engine.link
+        self._link_is_told = link is not None
+        return link
 
     def close(self) -> None:
         """Gives the slab back. Idempotent."""

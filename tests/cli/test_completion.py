@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvortex.config.settings import KV_CACHE_KEYS
+from kvortex.config.settings import KV_CACHE_KEYS, KVCacheSettings
 
 # COMP_WORDS and COMP_CWORD are what bash sets before it calls the function.
 SCRIPT = """
@@ -80,10 +81,13 @@ def test_what_is_offered_for_set_is_accepted(path: str) -> None:
     offered = completed(path, "serve", "M", "--set", "")
     sets = [argument for setting in offered for argument in ("--set", setting)]
     done = subprocess.run(
-        [sys.executable, "-c", "from kvortex_cli.main import main; main()", "serve", "M", "--dry-run", *sets],
+        [sys.executable, "-c", "from kvortex_cli.main import main; main()", "serve", "M", "--dry-run", "--json", *sets],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    values = {name: told["value"] for name, told in json.loads(done.stdout)["values"].items()}
+    for key, field in KVCacheSettings.model_fields.items():
+        assert field.is_required() or values[f"kv_cache.{key}"] == field.default, key

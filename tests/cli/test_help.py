@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 HEAVY = ("torch", "vllm", "numpy", "httpx", "pynvml", "psutil", "prometheus_client", "huggingface_hub")
-COMMANDS = ("doctor", "init", "serve", "inspect", "bench")
+COMMANDS = ("doctor", "init", "serve", "inspect", "plan", "bench")
 PROBE = """
 import json, sys
 from kvortex_cli.main import main

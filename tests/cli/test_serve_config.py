@@ -134,6 +134,33 @@ def test_a_machine_too_small_is_a_warning_in_a_dry_run_and_a_refusal_in_a_real_o
     assert "error: --set kv_cache.ram_cache_size: kv_cache.ram_cache_size is 4 PB" in real.err
 
 
+def test_a_request_log_that_cannot_be_is_refused_at_its_line(kvortex: Any, tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("model: M\nkv_cache:\n  ram_cache_size: 1MB\n  request_log: none/log.jsonl\n")
+    real = kvortex("serve", "-c", "f.yaml")
+    assert (real.code, real.out) == (2, "")
+    assert real.err.splitlines()[-2:] == [
+        "error: f.yaml:4: kv_cache.request_log: there is no folder none",
+        "hint: make it, or give another file",
+    ]
+    (tmp_path / "none").mkdir()
+    values = dry_run(kvortex, "-c", "f.yaml", "--set", "kv_cache.request_log_size=1GB")["values"]
+    assert values["kv_cache.request_log"] == {
+        "value": "none/log.jsonl",
+        "source": "f.yaml:4",
+        "source_kind": "file",
+    }
+    assert values["kv_cache.request_log_size"]["value"] == 10**9
+    table = kvortex("serve", "M", "--dry-run").out
+    assert "kv_cache.request_log null (none) default" in " ".join(table.split())
+    assert list((tmp_path / "none").iterdir()) == []
+
+
+def test_a_request_log_is_asked_for_by_environment(kvortex: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVORTEX_REQUEST_LOG", "log.jsonl")
+    values = dry_run(kvortex, "M")["values"]
+    assert values["kv_cache.request_log"]["source"] == "KVORTEX_REQUEST_LOG"
+
+
 def test_a_file_that_is_there_and_not_named_is_mentioned(kvortex: Any, tmp_path: Path) -> None:
     (tmp_path / "kvortex.yaml").write_text("seed: 1\n")
     assert "kvortex.yaml is here and not used" in kvortex("serve", "M", "--dry-run").err

@@ -30,6 +30,7 @@ def test_text_and_logprobs_are_equal_through_store_eviction_and_load(tiny_llama,
             "half of what could be hit, on a machine too busy to copy in time"
         )
         assert stats["load"]["blocks"] > 0
+        assert stats["load"]["with_step_blocks"] > 0
         assert stats["evicted"]["vram_blocks"] > 0
 
 
@@ -39,6 +40,7 @@ def test_an_engine_that_loads_zeros_is_found_out(tiny_llama, expected):
         assert [vllm.ask(tokens) for tokens in CONVERSATIONS] == expected
         again = [vllm.ask(tokens) for tokens in CONVERSATIONS]
         assert vllm.stats()["tokens"]["ram_hit"] > 0
+        assert vllm.stats()["load"]["with_step_blocks"] > 0
         assert again != expected
 
 

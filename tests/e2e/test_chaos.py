@@ -9,7 +9,8 @@ import random
 
 import pytest
 
-from kvortex.messages import Direction, JobId
+from kvortex.cache.load_choice import Way
+from kvortex.messages import Direction, JobId, LinkFacts
 from tests.e2e.engine import BLOCK_BYTES, Engine, engine, greedy, prompt
 from tests.fakes.copy_engines import HeldEngine
 
@@ -26,6 +27,7 @@ class ChaosEngine(HeldEngine):
         self._rng = rng
         self._promised: set[JobId] = set()
         self.calm = False
+        self.known_link = LinkFacts(1e9, by_layer=True)
         self.num_failed = 0
 
     def poll(self):
@@ -73,7 +75,7 @@ def settle(vllm: Engine, chaos: ChaosEngine) -> None:
     [{"offload_threshold": 0.0}, {}, {"offload_threshold": 0.0, "eviction_policy": "adaptive"}],
     ids=["write-through", "defaults", "adaptive"],
 )
-def test_answers_are_right_and_nothing_leaks(tiny_llama, seed, settings):
+def test_answers_are_right_and_nothing_leaks(tiny_llama, seed, settings, monkeypatch):
     rng = random.Random(seed)
     asked = prompts(rng)
     with engine(tiny_llama, None, num_blocks=300) as plain:
@@ -84,10 +86,12 @@ def test_answers_are_right_and_nothing_leaks(tiny_llama, seed, settings):
         made.append(ChaosEngine(layout, slab, rng))
         return made[-1]
 
+    ways = [Way.WITH_STEP, Way.BEFORE_STEP, Way.BEFORE_STEP, Way.NEXT_STEP]
     settings = {**settings, "ram_cache_size": 90 * BLOCK_BYTES}
     with engine(tiny_llama, settings, num_blocks=60, make_engine=make_engine, max_num_seqs=6) as vllm:
         (chaos,) = made
         free = vllm.free_blocks
+        monkeypatch.setattr(vllm.side._choice, "way", lambda *_: rng.choice(ways))
         llm = vllm.llm.llm_engine
         waiting = list(range(REQUESTS))
         said: dict[int, tuple[int, ...]] = {}
@@ -118,6 +122,7 @@ def test_answers_are_right_and_nothing_leaks(tiny_llama, seed, settings):
         assert len(said) + len(gone) == REQUESTS
         stats = vllm.stats()
         assert stats["tokens"]["ram_hit"] > 0
+        assert 0 < stats["load"]["with_step_blocks"] < stats["load"]["blocks"]
         assert stats["load"]["in_flight"] == stats["store"]["in_flight"] == 0
         assert stats["tiers"]["ram"]["pinned_blocks"] == 0
         assert stats["sessions"]["active"] == 0

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvortex.messages import CopyOrder, Direction, IntArray, JobId, JobResult, Outcome
-from kvortex.transfer.base import Fence, KVLayout
-from kvortex.transfer.cpu import BlockMover, CpuCopyEngine, HostMover, ReachedFence
+from kvortex.messages import CopyOrder, Direction, IntArray, JobId, JobResult, LinkFacts, Outcome
+from kvortex.transfer.base import Fence, KVLayout, StepLoads, Stopwatch
+from kvortex.transfer.cpu import BlockMover, CpuCopyEngine, HostMover, HostStopwatch, ReachedFence
 from kvortex.transfer.slab import HostSlab
 
 
@@ -32,6 +32,7 @@ class HeldEngine:
         self.promise_next: list[JobId] = []
         self.held_for: list[list[JobId]] = []
         """Each call of `hold_kernels`."""
+        self.known_link: LinkFacts | None = None
 
     @property
     def held(self) -> list[JobId]:
@@ -52,6 +53,19 @@ class HeldEngine:
     def poll(self) -> list[JobResult]:
         answers, self._answers = self._answers, []
         return answers
+
+    def load_for_step(self, orders: Sequence[CopyOrder], *, after: Fence) -> StepLoads:
+        """Held like others, until kernels would wait for them."""
+        self.submit(orders, after=after)
+        return HeldStepLoads(self, [order.job_id for order in orders])
+
+    @property
+    def link(self) -> LinkFacts | None:
+        """Nothing: so loads come before their request's step, where the test can hold them."""
+        return self.known_link
+
+    def stopwatch(self) -> Stopwatch:
+        return HostStopwatch()
 
     def promise(self, window_s: float) -> list[JobId]:
         """What `promise_next` was told to promise, once."""
@@ -102,6 +116,28 @@ class HeldEngine:
         answer = JobResult(order.job_id, order.direction, outcome, 0.0, num_bytes, detail)
         self._last_answer[order.job_id] = answer
         self._answers.append(answer)
+
+
+class HeldStepLoads:
+    """As late as a device may be: the bytes come just before the first kernels that wait for them."""
+
+    def __init__(self, engine: HeldEngine, job_ids: Sequence[JobId]) -> None:
+        self._engine = engine
+        self._job_ids = list(job_ids)
+        self.regions: set[int] = set()
+        self.ended = False
+
+    def hold_kernels(self, regions: Sequence[int]) -> None:
+        self.regions.update(regions)
+        for job_id in self._job_ids:
+            self._engine.release(job_id)
+        self._job_ids.clear()
+
+    def end(self) -> bool:
+        self.ended = True
+        in_time = not self._job_ids
+        self.hold_kernels(())
+        return in_time
 
 
 class GatedMover:

@@ -34,7 +34,7 @@ class World:
             self.residency.block_cached(block_id, key(block_id), in_ram=False)
 
     def step(self) -> list[int]:
-        decision = self.planner.plan(self.in_use.__contains__)
+        decision = self.planner.plan(self.in_use.__contains__, len(self.in_use))
         self.last = decision
         return sorted(c.block_id for c in decision.candidates)
 
@@ -98,9 +98,32 @@ def test_a_threshold_of_zero_is_write_through():
 def test_running_requests_blocks_are_stored_when_cold_ones_are_not_enough():
     world = World(batch_blocks=50)
     world.fill(*range(90))
-    world.in_use = set(range(5, 90))
-    assert set(range(5)) <= set(world.step())
-    assert len(world.last.candidates) == 15
+    world.in_use = set(range(80, 90))
+    world.residency.take(75, in_use=world.in_use.__contains__, idle_after_s=0)
+    assert set(world.step()) == {*range(75, 80), *range(80, 90)}
+
+
+def test_there_is_room_for_as_many_as_run_to_be_replaced_at_once():
+    world = World(batch_blocks=50)
+    world.fill(*range(40))
+    world.in_use = set(range(40))
+    assert world.step() == [], "60 may be taken at once, and 40 run"
+    world.fill(*range(40, 60))
+    world.in_use = set(range(60))
+    assert len(world.step()) == 30, "40 are free, 60 run: down to 40, less the tenth between the marks"
+
+
+def test_that_room_is_kept_for_a_while_after_they_ended():
+    world = World(batch_blocks=50)
+    world.in_use = set(range(60))
+    world.step()
+    world.in_use.clear()
+    world.fill(*range(41))
+    assert len(world.step()) == 11
+    world.complete(world.last)
+    world.clock.advance(RECOVERY_S / 2)
+    world.fill(*range(41, 90))
+    assert world.step() == [], "79 of 85 resident: half of the capacity is regained"
 
 
 def test_one_copy_serves_two_blocks_of_one_content():

@@ -29,7 +29,7 @@ def store(book: JobBook, *blocks: int) -> StoreJob:
     return book.start_store([Candidate(b, key(b)) for b in blocks], slots=[b + 100 for b in blocks])
 
 
-def load(book: JobBook, request: str, *blocks: int, refused: bool = False) -> LoadJob:
+def load(book: JobBook, request: str, *blocks: int, refused: bool = False, with_step: bool = False) -> LoadJob:
     keys = [key(b) for b in blocks]
     return book.start_load(
         request,
@@ -40,6 +40,7 @@ def load(book: JobBook, request: str, *blocks: int, refused: bool = False) -> Lo
         ram_tokens=16 * len(blocks),
         computed_tokens=1,
         refused=refused,
+        with_step=with_step,
     )
 
 
