@@ -42,6 +42,9 @@ def complete_setting(incomplete: str) -> list[str]:
 
     settings = []
     for key, field in KVCacheSettings.model_fields.items():
-        value = "null" if field.default is None else shown(key, field.default).replace(" ", "")
-        settings.append(f"{SECTION}.{key}={_RAM_CACHE_SIZE if field.is_required() else value}")
+        if field.is_required():
+            value = _RAM_CACHE_SIZE
+        else:
+            value = "null" if field.default is None else shown(key, field.default).replace(" ", "")
+        settings.append(f"{SECTION}.{key}={value}")
     return [setting for setting in settings if setting.startswith(incomplete)]
