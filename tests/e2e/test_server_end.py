@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +26,16 @@ def last_lines(log: Path) -> list[str]:
     """The end of what the server itself said; the interpreter's helper process may complain after it."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if "resource_tracker" not in line]
     return [line for line in lines if not line.startswith("  warnings.warn")][-2:]
+
+
+def told(server: Server, *words: str) -> str:
+    """The log, once it has these; a moment after the server answers."""
+    for _ in range(300):
+        text = server.log.read_text(errors="replace")
+        if all(word in text for word in words):
+            return text
+        time.sleep(0.1)
+    raise AssertionError(server.tail())
 
 
 def assert_all_gone(family: list[psutil.Process]) -> None:
@@ -55,12 +66,10 @@ def test_a_ready_server_says_what_it_holds_and_a_killed_process_is_named(
 ) -> None:
     with Server(tiny_llama, api_key=KEY, log=tmp_path / "log") as server:
         tiers = server.stats()["tiers"]
-        text = server.log.read_text(errors="replace")
-        assert f"KVortex is ready: {tiny_llama} on {server.url}" in text
+        text = told(server, f"KVortex is ready: {tiny_llama} on {server.url}", f"{server.url}/kvortex/stats")
         for tier in ("vram", "ram"):
             held = tiers[tier]
             assert f"{format_bytes(held['capacity_bytes'])}, {held['capacity_blocks']:,} blocks of 32 tokens" in text
-        assert f"{server.url}/kvortex/stats" in text
         family = server.family()
         victim(server).kill()
         assert server.process.wait(60) == 1
