@@ -18,7 +18,6 @@ from kvortex_cli.serve import ServeCommand, serve
 app = typer.Typer(
     name="kvortex",
     help="Keeps idle conversations' KV cache in host RAM, for vLLM.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},

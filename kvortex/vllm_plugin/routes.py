@@ -14,7 +14,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, make_asgi_app, multip
 from starlette.datastructures import State
 from starlette.routing import Mount
 
+from kvortex.vllm_plugin.banner import announce_when_ready
 from kvortex.vllm_plugin.engines import Engines
+from kvortex.vllm_plugin.logs import share_vllms_log
 from kvortex.vllm_plugin.metrics import StatsCollector
 from kvortex.vllm_plugin.stats_socket import StatsUnavailableError
 
@@ -71,11 +73,13 @@ class KVortexRoutes:
 
     def __init__(self) -> None:
         self._engines: Engines | None = None
+        self._paths: list[str] = []
         self._collector = StatsCollector(self._read)
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes. vLLM's app has all of its own by now, `/metrics` among them."""
         app.include_router(router)
+        self._paths = [str(getattr(route, "path", "")) for route in app.routes]
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             self._join_multiprocess_metrics(app)
         elif self._collector not in REGISTRY._collector_to_names:
@@ -97,6 +101,9 @@ class KVortexRoutes:
         if engine_client is not None:
             self._engines = Engines.of(engine_client.vllm_config)
         state.kvortex_engines = self._engines
+        if self._engines is not None:
+            share_vllms_log()
+            announce_when_ready(self._engines, args, self._paths)
 
     def _read(self) -> dict[str, Any]:
         if self._engines is None:

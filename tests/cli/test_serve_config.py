@@ -192,3 +192,21 @@ def test_a_wrong_secret_is_refused_without_showing_it(kvortex: Any, tmp_path: Pa
     result = kvortex("serve", "M", "-c", "f.yaml", "--dry-run")
     assert result.code == 2
     assert SECRET not in result.out + result.err
+
+
+@pytest.mark.parametrize("option", ["--api-k", "--api-key", "--hf-tok", "--hf_t", "--api_key"])
+def test_a_secret_is_not_passed_on_by_a_way_around(kvortex: Any, option: str) -> None:
+    for form in ([option, SECRET], [f"{option}={SECRET}"]):
+        result = kvortex("serve", "M", "--dry-run", "--", *form)
+        assert (result.code, result.out) == (2, "")
+        assert result.err.startswith(f"error: {option}: ")
+        assert SECRET not in result.err
+
+
+def test_a_variable_that_names_a_missing_file_is_told_by_its_name(
+    kvortex: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVORTEX_CONFIG", "gone.yaml")
+    result = kvortex("serve", "M", "--dry-run")
+    assert result.code == 2
+    assert result.err.startswith("error: KVORTEX_CONFIG: names gone.yaml, and there is no such file")
