@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, make_asgi_app, multip
 from starlette.datastructures import State
 from starlette.routing import Mount
 
+from kvortex.cache.verdict import judge
 from kvortex.vllm_plugin.engines import Engines
 from kvortex.vllm_plugin.metrics import StatsCollector
 from kvortex.vllm_plugin.stats_socket import StatsUnavailableError
@@ -55,12 +56,13 @@ def engines_of(request: Request) -> Engines:
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
-    """What the cache has done and holds now."""
+    """What the cache has done and holds now, and whether it is helping."""
     engines = engines_of(request)
     try:
-        return await run_in_threadpool(engines.stats)
+        document = await run_in_threadpool(engines.stats)
     except StatsUnavailableError as error:
         raise HTTPException(status_code=503, detail=error.message) from error
+    return {**document, "verdict": judge(document).as_dict()}
 
 
 class KVortexRoutes:

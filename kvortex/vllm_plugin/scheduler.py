@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import kvortex
 from kvortex.cache.index import BlockIndex, KeyState
+from kvortex.cache.losses import LossRecord
+from kvortex.cache.misses import Miss, MissExplainer
 from kvortex.cache.planner import OffloadPlanner
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
 from kvortex.cache.residency import Residency
@@ -58,6 +60,8 @@ class SchedulerSide:
         self._matcher = PrefixMatcher(groups, index, drop_last_block=drop_last_block)
         self._residency = Residency(clock)
         self._ledger = Ledger()
+        self._losses = LossRecord(index.num_slots)
+        self._explainer = MissExplainer(groups, index, self._losses, self._residency.holds)
         self._jobs = JobBook(facts.num_ranks, facts.settings.transfer_timeout, clock)
         self._requests: dict[str, RequestState] = {}
         self._started_at = clock()
@@ -100,7 +104,20 @@ class SchedulerSide:
                 request.num_tokens,
                 local_tokens,
             )
+            self._explain(request, state, state.hit)
             return state.hit.ram_tokens
+
+    def _explain(self, request: Request, state: RequestState, hit: PrefixHit) -> None:
+        """Once for each answer: vLLM may ask again at every step while it has no room for the request."""
+        computed = request.num_tokens - hit.local_tokens - hit.ram_tokens
+        if state.counted or state.explanation.missed.total() == computed:
+            return
+        state.explanation = self._explainer.explain(
+            lambda group: state.keys(request, group, self.view.hash_block_size),
+            request.num_tokens,
+            hit.local_tokens + hit.ram_tokens,
+            salted=request.cache_salt is not None,
+        )
 
     def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
         """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
@@ -128,7 +145,13 @@ class SchedulerSide:
             computed = request.num_tokens - hit.local_tokens - ram_tokens
             if ram_tokens == 0:
                 if first_time:
-                    self._ledger.count_tokens(vram_hit=hit.local_tokens, ram_hit=0, computed=computed)
+                    unasked = Miss.NOT_ASKED if request.skip_reading_prefix_cache else Miss.UNUSABLE
+                    self._ledger.count_tokens(
+                        vram_hit=hit.local_tokens,
+                        ram_hit=0,
+                        missed=state.explanation.settled(computed, otherwise=unasked),
+                        seen_tokens=state.explanation.seen_tokens,
+                    )
                 return
             self._order_load(request, state, hit, blocks, ram_tokens, first_time)
 
@@ -198,6 +221,7 @@ class SchedulerSide:
                 self._jobs.start_store(decision.candidates, decision.reservation.slots)
                 self._ledger.store.in_flight += len(decision.candidates)
                 self._ledger.ram_evicted += len(decision.reservation.evicted)
+                self._losses.evicted(decision.reservation.evicted)
             return self._jobs.take_plan()
 
     @property
@@ -261,7 +285,8 @@ class SchedulerSide:
             self._ledger.count_tokens(
                 vram_hit=job.local_tokens,
                 ram_hit=ram_hit,
-                computed=job.computed_tokens + job.ram_tokens - ram_hit,
+                missed=state.explanation.settled(job.computed_tokens, load_failed=job.ram_tokens - ram_hit),
+                seen_tokens=state.explanation.seen_tokens,
             )
 
     def _give_up_overdue_stores(self) -> None:
@@ -296,6 +321,7 @@ class SchedulerSide:
 
     def _drop_ram(self, cause: str) -> None:
         dropped = self._index.reset()
+        self._losses.reset()
         self._ledger.refused[Refusal.RESET] += dropped
         for state in self._requests.values():
             state.hit = None
@@ -371,6 +397,7 @@ class _PoolEvents:
         in_ram = side._index.state_of(key) is KeyState.READY
         if in_ram:
             side._ledger.dedup_references += 1
+        side._losses.found_again(key)
         side._residency.block_cached(block_id, key, in_ram=in_ram)
         side._jobs.target_completed(block_id)
 
@@ -382,6 +409,7 @@ class _PoolEvents:
             side._jobs.source_reused(block_id)
             if not clean:
                 side._ledger.vram_lost += 1
+                side._losses.not_stored(key)
                 side.planner.block_lost()
 
     def prefix_cache_reset(self) -> None:
