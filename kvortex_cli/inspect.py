@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvortex.errors import UsageError
 from kvortex_cli.server_documents import DEFAULT_URL, fetch
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kvortex_cli.watch import Screen
 
 
 class View(StrEnum):
     """What to look at."""
 
     STATS = "stats"
+    BLOCKS = "blocks"
+
+
+class Order(StrEnum):
+    """Which blocks come first: unused longest, stored longest ago, asked for most."""
+
+    IDLE = "idle"
+    AGE = "age"
+    USES = "uses"
 
 
 def inspect_command(
@@ -24,20 +39,55 @@ def inspect_command(
         str | None,
         typer.Option("--api-key", envvar="VLLM_API_KEY", show_envvar=True, help="The key that /v1 asks for."),
     ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, max=1000, metavar="N", help="blocks: how many to list.")] = 10,
+    by: Annotated[
+        Order, typer.Option("--by", help="blocks: unused longest, stored longest ago or used most first.")
+    ] = Order.IDLE,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Full screen, live; q leaves.")] = False,
+    every: Annotated[
+        float, typer.Option("--every", min=0.2, max=3600, metavar="SECONDS", help="--watch: how often to look.")
+    ] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the server's document as it is.")] = False,
 ) -> None:
     """Shows what is in the cache of a running server, and whether it is helping.
 
     Example: kvortex inspect stats --url http://localhost:8000
+
+    Example: kvortex inspect blocks --by uses --top 20
+
+    Example: kvortex inspect --watch
     """
-    document = fetch(url, f"/kvortex/{view.value}", api_key)
+    path = f"/kvortex/{view.value}" + (f"?top={top}&by={by.value}" if view is View.BLOCKS else "")
+    if watch:
+        if as_json:
+            raise UsageError("--watch and --json do not go together", hint="--json prints one document")
+        from kvortex_cli.watch import watch_documents
+
+        watch_documents(lambda: fetch(url, path, api_key), _screen(view), every_s=every)
+        return
+    document = fetch(url, path, api_key)
     if as_json:
         print(json.dumps(document, indent=2))
         return
     from kvortex_cli.console import stdout
+
+    for part in _page(view, document):
+        stdout().print(part)
+
+
+def _page(view: View, document: dict[str, Any]) -> list[RenderableType]:
+    if view is View.BLOCKS:
+        from kvortex_cli.blocks_view import blocks_tables
+
+        return [*blocks_tables(document)]
     from kvortex_cli.stats_view import advice, stats_tables
 
-    for line in advice(document):
-        stdout().print(line)
-    for table in stats_tables(document):
-        stdout().print(table)
+    return [*advice(document), *stats_tables(document)]
+
+
+def _screen(view: View) -> Screen:
+    if view is View.BLOCKS:
+        return lambda watched, _: _page(view, watched.looks[-1][1])
+    from kvortex_cli.stats_screen import stats_screen
+
+    return stats_screen

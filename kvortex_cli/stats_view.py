@@ -8,23 +8,10 @@ from typing import Any
 from rich.table import Table
 
 from kvortex.cache.misses import Miss
+from kvortex.cache.verdict import WORDS
 from kvortex.sizes import format_bytes
 
 Stats = Mapping[str, Any]
-
-WORDS = {
-    Miss.NEW_PROMPT: "prompt never seen",
-    Miss.SALT: "prompt never seen, with a salt",
-    Miss.NEW_TAIL: "new text of a prompt",
-    Miss.EVICTED: "given up by RAM",
-    Miss.NOT_STORED: "lost before it was copied",
-    Miss.LAST_BLOCK: "last, unfinished block",
-    Miss.UNUSABLE: "held, but not what is before",
-    Miss.LOAD_FAILED: "load failed",
-    Miss.NOT_WORTH: "computing is faster",
-    Miss.NOT_ASKED: "request wants no cache",
-}
-"""A reason in a table's cell."""
 
 
 def stats_tables(stats: Stats) -> list[Table]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final
+
+import numpy as np
 
 from kvortex.keys import BlockKey
 
@@ -13,6 +16,8 @@ MAX_PLACES: Final = 1 << 20
 _MIN_PLACES: Final = 1 << 12
 _HELD: Final = 2  # set in every entry, so that none is 0, an empty place
 _GROUP_SPREAD: Final = 0x9E3779B1
+_HASH_BITS: Final = 0xFFFF_FFFF_FFFF_FF00
+_PLACE_AND_HASH: Final = struct.Struct(">IQ")
 
 
 class Loss(Enum):
@@ -28,7 +33,7 @@ class LossRecord:
     """Which keys were lost, and how; a key's place is overwritten by a later one that falls on it.
 
     8 bytes a place, nothing to rebuild, a call a key costs the same however many are remembered. Keys are told apart
-    by part of their hash: good for counting, and never to be used to find a block.
+    by part of their hash: good for counting, and never to be used to find a block. Any loss may be forgotten early.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -43,32 +48,40 @@ class LossRecord:
 
     def reset(self) -> None:
         """Forgets all. Costs the table, at most 8 MiB."""
-        self._table = array("Q", bytes(8 * (self._mask + 1)))
+        self._table = array("Q", bytes(8 * self.num_places))
 
-    def evicted(self, keys: Iterable[BlockKey]) -> None:
-        """RAM gave these blocks up."""
-        for key in keys:
-            self._table[self._place(key)] = _entry(key, Loss.EVICTED)
+    def evicted(self, keys: Sequence[BlockKey]) -> None:
+        """RAM gave these blocks up. Keys of one length."""
+        if not keys:
+            return
+        raw = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+        group = raw[:, -1].astype(np.uint64)
+        places = raw[:, :4].copy().view(">u4").ravel().astype(np.uint64) ^ (group * np.uint64(_GROUP_SPREAD))
+        hashes = raw[:, 4:12].copy().view(">u8").ravel().astype(np.uint64) & np.uint64(_HASH_BITS)
+        entries = hashes | (group & np.uint64(0x3F)) << np.uint64(2) | np.uint64(_HELD | Loss.EVICTED.value)
+        np.frombuffer(self._table, np.uint64)[places & np.uint64(self._mask)] = entries
 
     def not_stored(self, key: BlockKey) -> None:
         """VRAM lost a block of which RAM has no copy; one that RAM had, and gave up first, stays `EVICTED`."""
-        if self.of(key) is None:
-            self._table[self._place(key)] = _entry(key, Loss.NOT_STORED)
+        place, evicted = self._find(key)
+        if self._table[place] != evicted:
+            self._table[place] = evicted | Loss.NOT_STORED.value
 
     def found_again(self, key: BlockKey) -> None:
         """The block is complete once more."""
-        if self.of(key) is not None:
-            self._table[self._place(key)] = 0
+        place, evicted = self._find(key)
+        if self._table[place] ^ evicted <= 1:
+            self._table[place] = 0
 
     def of(self, key: BlockKey) -> Loss | None:
         """How the block was lost last; None if it was not, or that was forgotten."""
-        difference = self._table[self._place(key)] ^ _entry(key, Loss.EVICTED)
+        place, evicted = self._find(key)
+        difference = self._table[place] ^ evicted
         return Loss(difference) if difference <= 1 else None
 
-    def _place(self, key: BlockKey) -> int:
-        return (int.from_bytes(key[:4], "big") ^ (key[-1] * _GROUP_SPREAD)) & self._mask
-
-
-def _entry(key: BlockKey, loss: Loss) -> int:
-    """56 bits of the hash that `_place` does not use, 6 of the KV group, one that is set, one for the loss."""
-    return int.from_bytes(key[4:11], "big") << 8 | (key[-1] & 0x3F) << 2 | _HELD | loss.value
+    def _find(self, key: BlockKey) -> tuple[int, int]:
+        """A key's place, and its entry when evicted: 56 bits of hash, 6 of group, one set, 0 for the loss."""
+        first, second = _PLACE_AND_HASH.unpack_from(key)
+        group = key[-1]
+        place = (first ^ group * _GROUP_SPREAD) & self._mask
+        return place, second & _HASH_BITS | (group & 0x3F) << 2 | _HELD

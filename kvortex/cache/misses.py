@@ -3,7 +3,8 @@
     |-- hit --|-- not worth --|-- held or lost blocks --|-- never seen --|-- last block --|
               ^ end of the hit                          ^ first difference                ^ prompt's end
 
-A key covers all tokens before its block, so behind the first block that was never seen no other was seen either.
+A key covers all tokens before its block, so a block that was seen says that all before it were: one whose loss was
+forgotten shares the fate of the next that is known. Behind the first block never seen no other was seen either.
 What cannot be told: a block that was seen so long ago that its loss was forgotten, or before the last reset, counts
 as never seen; so does one that another LoRA adapter or another namespace holds.
 """
@@ -15,11 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from kvortex.cache.index import BlockIndex, KeyState
 from kvortex.cache.losses import Loss, LossRecord
 from kvortex.cache.prefix import GroupShape
 from kvortex.keys import BlockKey
+
+FORGOTTEN_IN_A_ROW: Final = 16
+"""Blocks without a trace, after which no more is looked for: what follows is new."""
 
 KeysOf = Callable[[GroupShape], Sequence[BlockKey]]
 
@@ -69,7 +74,7 @@ class Explanation:
 
 
 class MissExplainer:
-    """Tells why; reads only. Costs a look-up for each block from the hit's end to the first never seen."""
+    """Tells why; reads only. Costs a look-up for each block from the hit's end to a few behind the first never seen."""
 
     def __init__(
         self, groups: Sequence[GroupShape], index: BlockIndex, losses: LossRecord, in_vram: Callable[[BlockKey], bool]
@@ -94,20 +99,21 @@ class MissExplainer:
         keys = keys_of(self._first)
         end = min((num_tokens - 1) // self._alignment * self._alignment, len(keys) * size)
         missed: Counter[Miss] = Counter()
-        position = hit_tokens
+        seen = hit_tokens
         if not_worth_tokens:
             missed[Miss.NOT_WORTH] = not_worth_tokens
-            position += not_worth_tokens
-        while position < end:
-            block = position // size
-            miss = self._fate(keys[block], keys_of, position)
-            if miss is None:
+            seen += not_worth_tokens
+        # Up to `seen`, every token has its reason.
+        for block in range(seen // size, end // size):
+            miss = self._fate(keys[block], keys_of, block * size)
+            if miss is not None:
+                missed[miss] += (block + 1) * size - seen
+                seen = (block + 1) * size
+            elif block * size - seen >= FORGOTTEN_IN_A_ROW * size:
                 break
-            missed[miss] += (block + 1) * size - position
-            position = (block + 1) * size
-        seen = max(position, hit_tokens)
+        position = seen
         if position < end:
-            new = Miss.NEW_TAIL if position else Miss.SALT if salted else Miss.NEW_PROMPT
+            new = Miss.NEW_TAIL if seen else Miss.SALT if salted else Miss.NEW_PROMPT
             missed[new] += end - position
             position = end
         if position < num_tokens:

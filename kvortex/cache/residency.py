@@ -67,6 +67,14 @@ class Residency:
         """True while VRAM and RAM both hold the block of this key."""
         return key in self._clean_keys
 
+    def longest_unused(self, count: int) -> list[tuple[Candidate, float]]:
+        """Up to `count` blocks at the queue's head, with the seconds since their last use. Any thread."""
+        # One call that runs no Python code: the scheduler's thread cannot change the queue in the middle of it.
+        head = list(islice(self._queue.items(), count))
+        now = self._clock()
+        named = [(block_id, self._key_of.get(block_id), now - used_at) for block_id, used_at in head]
+        return [(Candidate(block_id, key), idle_s) for block_id, key, idle_s in named if key is not None]
+
     def block_cached(self, block_id: int, key: BlockKey, *, in_ram: bool) -> None:
         """VRAM block `block_id` is complete and found under `key`; `in_ram` if a copy is published already."""
         if block_id in self._key_of:

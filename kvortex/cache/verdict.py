@@ -17,6 +17,20 @@ WORTH_SAYING: Final = 0.01
 
 Stats = Mapping[str, Any]
 
+WORDS: Final[Mapping[Miss, str]] = {
+    Miss.NEW_PROMPT: "prompt never seen",
+    Miss.SALT: "prompt never seen, with a salt",
+    Miss.NEW_TAIL: "new text of a prompt",
+    Miss.EVICTED: "given up by RAM",
+    Miss.NOT_STORED: "lost before it was copied",
+    Miss.LAST_BLOCK: "last, unfinished block",
+    Miss.UNUSABLE: "held, but not what is before",
+    Miss.LOAD_FAILED: "load failed",
+    Miss.NOT_WORTH: "computing is faster",
+    Miss.NOT_ASKED: "request wants no cache",
+}
+"""A reason in a table's cell."""
+
 
 class State(Enum):
     """What the cache is to its user."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import kvortex
+from kvortex.cache.holdings import BlockOrder, ram_holdings, vram_holdings
 from kvortex.cache.index import BlockIndex, KeyState
 from kvortex.cache.losses import LossRecord
 from kvortex.cache.misses import Miss, MissExplainer
@@ -366,6 +367,14 @@ class SchedulerSide:
                 "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0},
                 "sessions": {"known": 0, "active": len(self._requests)},
             }
+
+    def blocks(self, top: int, by: str) -> dict[str, Any]:
+        """The engine's part of `/kvortex/blocks`. Any thread; takes no lock, so the scheduler never waits for it."""
+        block_bytes = self._facts.server_block_bytes
+        return {
+            "ram": ram_holdings(self._index, top, BlockOrder(by), block_bytes),
+            "vram": vram_holdings(self._residency, self.view.in_use, top, block_bytes),
+        }
 
     def log_totals(self) -> None:
         """One line at the end: did it help?"""

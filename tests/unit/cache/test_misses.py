@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvortex.cache.index import BlockIndex
 from kvortex.cache.losses import LossRecord
-from kvortex.cache.misses import Explanation, Miss, MissExplainer
+from kvortex.cache.misses import FORGOTTEN_IN_A_ROW, Explanation, Miss, MissExplainer
 from kvortex.cache.policies import make_policy
 from kvortex.cache.prefix import GroupShape
 from kvortex.cache.stats import Ledger
@@ -98,10 +98,21 @@ def test_held_blocks_behind_a_gap_are_unusable():
     assert told.missed == {Miss.EVICTED: 16, Miss.UNUSABLE: 32, Miss.NEW_TAIL: 48, Miss.LAST_BLOCK: 4}
 
 
-def test_blocks_behind_the_first_new_one_are_new_whatever_is_said_of_them():
+def test_a_block_whose_loss_was_forgotten_shares_the_fate_of_the_next_that_is_known():
     cache = Cache()
-    cache.evicted(3)
-    assert cache.explain(100, 0).missed == {Miss.NEW_PROMPT: 96, Miss.LAST_BLOCK: 4}
+    cache.losses.not_stored(key(1))
+    cache.evicted(4)
+    told = cache.explain(100, 0)
+    assert told.missed == {Miss.NOT_STORED: 32, Miss.EVICTED: 48, Miss.NEW_TAIL: 16, Miss.LAST_BLOCK: 4}
+    assert told.seen_tokens == 80
+
+
+def test_a_long_new_prompt_is_not_searched_to_its_end():
+    cache = Cache()
+    asked: list[BlockKey] = []
+    cache.losses.of = asked.append
+    assert cache.explain(3201, 0).missed == {Miss.NEW_PROMPT: 3200, Miss.LAST_BLOCK: 1}
+    assert len(asked) == FORGOTTEN_IN_A_ROW + 1
 
 
 def test_a_load_that_was_not_worth_it():
