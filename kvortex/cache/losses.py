@@ -58,7 +58,7 @@ class LossRecord:
         group = raw[:, -1].astype(np.uint64)
         places = raw[:, :4].copy().view(">u4").ravel().astype(np.uint64) ^ (group * np.uint64(_GROUP_SPREAD))
         hashes = raw[:, 4:12].copy().view(">u8").ravel().astype(np.uint64) & np.uint64(_HASH_BITS)
-        entries = hashes | (group & np.uint64(0x3F)) << np.uint64(2) | np.uint64(_HELD | Loss.EVICTED.value)
+        entries = hashes | np.uint64(_HELD | Loss.EVICTED.value)
         np.frombuffer(self._table, np.uint64)[places & np.uint64(self._mask)] = entries
 
     def not_stored(self, key: BlockKey) -> None:
@@ -80,8 +80,6 @@ class LossRecord:
         return Loss(difference) if difference <= 1 else None
 
     def _find(self, key: BlockKey) -> tuple[int, int]:
-        """A key's place, and its entry when evicted: 56 bits of hash, 6 of group, one set, 0 for the loss."""
+        """A key's place, which tells KV groups of one hash apart, and its entry when evicted: 56 bits of hash, 1, 0."""
         first, second = _PLACE_AND_HASH.unpack_from(key)
-        group = key[-1]
-        place = (first ^ group * _GROUP_SPREAD) & self._mask
-        return place, second & _HASH_BITS | (group & 0x3F) << 2 | _HELD
+        return (first ^ key[-1] * _GROUP_SPREAD) & self._mask, second & _HASH_BITS | _HELD

@@ -122,6 +122,14 @@ def test_an_empty_cache_holds_nothing():
     assert (told["blocks"], told["first"]) == (0, [])
 
 
+def test_a_block_given_up_while_it_is_looked_at_is_not_listed(monkeypatch):
+    ram = three_blocks()
+    as_it_was = ram.index.slot_states()
+    ram.index.reset()
+    monkeypatch.setattr(ram.index, "slot_states", lambda: as_it_was)
+    assert ram.holdings()["first"] == []
+
+
 def test_vram_tells_the_head_of_its_queue():
     clock = FakeClock()
     residency = Residency(clock)
