@@ -1,4 +1,5 @@
-const WINDOW_S = 300;
+const WINDOWS_S = [60, 120, 300]; // the first that holds what was seen
+const WINDOW_S = WINDOWS_S[WINDOWS_S.length - 1];
 const LETTERS = ["a", "b", "c"];
 const PLOT = { left: 58, right: 8, top: 8, bottom: 22, height: 170 };
 
@@ -22,7 +23,7 @@ function nice(value) {
   return [1, 2, 4, 6, 8, 10].map((step) => step * power).find((step) => step >= value * 0.999999);
 }
 
-// Lines over the last five minutes. A series is told apart by its dashes, too; its value stands in the legend.
+// Lines over the last minutes, five at most. A series is told apart by its dashes, too; its value stands in the legend.
 class Chart {
   // spec: title, names, format, and where they apply: most (a fixed top), stacked, least (the lowest top).
   constructor(spec) {
@@ -65,7 +66,9 @@ class Chart {
     if (!width) return;
     const { left, right, top, bottom, height } = PLOT;
     const now = this.points.length ? this.points[this.points.length - 1].time_s : 0;
-    const x = (time_s) => left + (1 + (time_s - now) / WINDOW_S) * (width - left - right);
+    const seen_s = this.points.length ? now - this.points[0].time_s : 0;
+    const window_s = WINDOWS_S.find((size_s) => seen_s <= size_s) ?? WINDOW_S;
+    const x = (time_s) => left + (1 + (time_s - now) / window_s) * (width - left - right);
     const most = this.most();
     const y = (value) => height - bottom - (value / most) * (height - top - bottom);
     const parts = [];
@@ -75,8 +78,8 @@ class Chart {
       const label = this.spec.format(share * most);
       parts.push(svg("text", { x: left - 6, y: at + 4, "text-anchor": "end" }, label));
     }
-    for (const [ago_s, anchor] of [[WINDOW_S, "start"], [WINDOW_S / 2, "middle"], [0, "end"]]) {
-      const label = ago_s ? `${(ago_s / 60).toLocaleString("en-US")} min ago` : "now";
+    for (const [ago_s, anchor] of [[window_s, "start"], [window_s / 2, "middle"], [0, "end"]]) {
+      const label = ago_s ? `${ago_s < 120 ? `${ago_s} s` : `${ago_s / 60} min`} ago` : "now";
       parts.push(svg("text", { x: x(now - ago_s), y: height - 6, "text-anchor": anchor }, label));
     }
     for (const stretch of this.stretches()) parts.push(...this.lines(stretch, x, y));

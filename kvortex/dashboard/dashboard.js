@@ -14,8 +14,17 @@ const CHARTS = [
     },
   },
   {
+    title: "Prompt tokens", names: ["from VRAM", "from RAM", "computed"], format: per_s, stacked: true, least: 10,
+    values: (now, before) => ["vram_hit", "ram_hit", "computed"].map(
+      (source) => rate(now, before, (s) => s.tokens[source])),
+  },
+  {
     title: "Link use", names: ["to VRAM (load)", "to RAM (store)"], format: bytes_per_s, least: 1e6,
     values: (now, before) => [rate(now, before, (s) => s.load.bytes), rate(now, before, (s) => s.store.bytes)],
+  },
+  {
+    title: "Blocks on their way", names: ["to VRAM (load)", "to RAM (store)"], format: number, least: 4,
+    values: (now) => [now.load.in_flight, now.store.in_flight],
   },
   {
     title: "VRAM, share of blocks", names: ["clean", "resident", "in use"], format: percent, most: 1,
@@ -47,7 +56,7 @@ const at = (id) => document.getElementById(id);
 const show = (id, text) => { at(id).textContent = text; };
 
 const charts = CHARTS.map((spec) => new Chart(spec));
-at("grid").prepend(...charts.map((chart) => chart.element));
+at("charts").append(...charts.map((chart) => chart.element));
 
 let samples = []; // documents of the last SHARE_OVER_S, oldest first
 let wait_s = EVERY_S;
@@ -130,7 +139,9 @@ function show_missed(stats) {
     const bar = html("div", { class: "bar" });
     const share = tokens / stats.tokens.computed;
     bar.style.width = `${share * 100}%`;
-    const row = cells([REASONS[reason] ?? reason, bar], count(tokens), percent(share));
+    const told = stats.verdict.reasons.find((known) => known.reason === reason);
+    const more = told ? [html("small", { class: "soft" }, told.text)] : [];
+    const row = cells([REASONS[reason] ?? reason, bar, ...more], count(tokens), percent(share));
     row.dataset.reason = reason;
     return row;
   });

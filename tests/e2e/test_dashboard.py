@@ -138,7 +138,10 @@ def test_every_chart_draws_what_it_is_named_for(chromium, server):
     with Load(server):
         page.wait_for_timeout(9000)
     labels = [plot.get_attribute("aria-label") or "" for plot in page.locator(".plot").all()]
-    names = ("Prompt tokens found", "Link use", "VRAM", "RAM", "Evictions", "Prefetch", "Sessions")
+    names = (
+        *("Prompt tokens found", "Prompt tokens", "Link use", "Blocks on their way", "VRAM", "RAM"),
+        *("Evictions", "Prefetch", "Sessions"),
+    )
     assert [label.split(",")[0].split(":")[0] for label in labels] == list(names)
     assert not [label for label in labels if label.endswith(" -")]
     drawn = page.evaluate("""() => [...document.querySelectorAll('.plot')].map(plot =>
@@ -146,8 +149,10 @@ def test_every_chart_draws_what_it_is_named_for(chromium, server):
             line.getAttribute('points').split(' ').map(point => Number(point.split(',')[1])))))""")
     bottom = 148
     risen = dict(zip(names, [y < bottom for y in drawn], strict=True))
-    # Nothing prefetches yet; everything else moved.
-    assert risen == {name: name != "Prefetch" for name in names}
+    # Nothing prefetches yet, and a copy may be too short to be seen under way; everything else moved.
+    assert not risen.pop("Prefetch")
+    del risen["Blocks on their way"]
+    assert all(risen.values()), risen
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
