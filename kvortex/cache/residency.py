@@ -13,11 +13,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Final
 
 from kvortex.keys import BlockKey
 
 EXAMINED_PER_CANDIDATE = 2
 """How many queue heads may be looked at for each block wanted; bounds a step that meets blocks in use."""
+
+_LOOKS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +71,15 @@ class Residency:
         return key in self._clean_keys
 
     def longest_unused(self, count: int) -> list[tuple[Candidate, float]]:
-        """Up to `count` blocks at the queue's head, with the seconds since their last use. Any thread."""
-        # One call that runs no Python code: the scheduler's thread cannot change the queue in the middle of it.
-        head = list(islice(self._queue.items(), count))
+        """Up to `count` blocks at the queue's head, with the seconds since their last use; none where the queue never
+        stands still. Any thread."""
+        head: list[tuple[int, float]] = []
+        for _ in range(_LOOKS):
+            try:
+                head = list(islice(self._queue.items(), count))
+                break
+            except RuntimeError:
+                continue  # the scheduler's thread changed the queue meanwhile
         now = self._clock()
         named = [(block_id, self._key_of.get(block_id), now - used_at) for block_id, used_at in head]
         return [(Candidate(block_id, key), idle_s) for block_id, key, idle_s in named if key is not None]

@@ -8,7 +8,7 @@ function scaled(value, units) {
     value /= 1000;
     unit += 1;
   }
-  return `${value >= 100 || Number.isInteger(value) ? value.toFixed(0) : value.toPrecision(2)} ${units[unit]}`.trim();
+  return `${value >= 100 || Number.isInteger(value) ? value.toFixed(0) : Number(value.toPrecision(2))} ${units[unit]}`.trim();
 }
 
 const bytes = (value) => scaled(value, ["B", "kB", "MB", "GB", "TB"]);

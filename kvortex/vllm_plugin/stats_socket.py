@@ -63,6 +63,9 @@ class StatsServer:
                     self._answer(connection)
                 except OSError as error:
                     logger.debug("a reader of the statistics went away: %s", error)
+                except Exception:
+                    # The reader is told by the closed connection; the next one is to have its answer.
+                    logger.exception("a question to the statistics could not be answered")
 
     def _answer(self, connection: socket.socket) -> None:
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import OrderedDict
 
 import pytest
 
@@ -139,6 +140,27 @@ def test_vram_tells_the_head_of_its_queue():
     told = vram_holdings(residency, lambda block_id: block_id == 7, 1, 4096)
     assert (told["resident_blocks"], told["clean_blocks"], told["waiting_blocks"]) == (2, 1, 2)
     assert told["first_waiting"] == [{"key": shown(5)[0], "group": 0, "block_id": 5, "idle_s": 30.0, "in_use": False}]
+
+
+class Restless(OrderedDict[int, float]):
+    """A queue that changes while it is looked at, so many times."""
+
+    changes = 3
+
+    def items(self):
+        self.changes -= 1
+        for item in super().items():
+            if self.changes >= 0:
+                self[1000 + self.changes] = 0.0
+            yield item
+
+
+def test_a_queue_that_changes_while_it_is_looked_at_is_looked_at_again(monkeypatch):
+    residency = Residency(FakeClock())
+    for block_id in range(4):
+        residency.block_cached(block_id, key(block_id), in_ram=False)
+    monkeypatch.setattr(residency, "_queue", Restless(residency._queue))
+    assert [candidate.block_id for candidate, _ in residency.longest_unused(4)] == [0, 1, 2, 3]
 
 
 def test_a_reader_beside_the_writer_sees_blocks_or_none_and_never_fails():

@@ -29,6 +29,13 @@ def test_a_question_is_answered_with_its_parameters(engine_id):
     assert ask_engine(engine_id, "blocks", top=3, by="age") == {"top": 3, "by": "age"}
 
 
+def test_a_question_that_fails_is_logged_and_the_next_one_is_answered(engine_id, caplog):
+    with pytest.raises(StatsUnavailableError, match="without an answer"):
+        ask_engine(engine_id, "stats", no_such_parameter=1)
+    assert "could not be answered" in caplog.text
+    assert ask_engine(engine_id, "stats") == {"n": 1}
+
+
 def test_an_unknown_question_gets_no_answer_and_the_next_one_does(engine_id):
     with pytest.raises(StatsUnavailableError, match="without an answer"):
         ask_engine(engine_id, "colour")
