@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cli.terminal import Terminal
 from tests.e2e.engine import prompt
 from tests.e2e.server import Server
 
@@ -181,6 +182,20 @@ def test_inspect_shows_the_servers_own_numbers(server):
     assert f"RAM: {stats['tiers']['ram']['used_blocks']:,} of" in blocks.stdout, blocks.stderr
     document = kvortex("inspect", "--url", server.url, "--json", VLLM_API_KEY=KEY)
     assert json.loads(document.stdout)["tokens"] == stats["tokens"]
+
+
+def test_inspect_watches_a_server_at_work_in_a_terminal_that_is_resized(server, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    with Terminal("inspect", "--watch", "--every", "0.2", "--url", server.url) as terminal:
+        terminal.wait_for(lambda rows: len(rows) == 24 and "live" in rows[-1])
+        server.complete(prompt(60, 500))
+        terminal.resize(60, 20)
+        server.complete(prompt(61, 500))
+        computed = f"{server.stats()['tokens']['computed']:,}"
+        rows = terminal.wait_for(lambda rows: len(rows) == 20 and any(computed in row for row in rows))
+        assert max(len(row) for row in rows) <= 60
+        terminal.type("q")
+        assert terminal.wait_for_end() == 0
 
 
 def test_inspect_says_that_a_key_is_needed(server):
