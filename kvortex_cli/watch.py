@@ -50,8 +50,8 @@ class Watched:
             self.error = error.message
             return
         now_s = time.monotonic()
-        if self.looks and document.get("uptime_s", 0) < self.looks[-1][1].get("uptime_s", 0):
-            self.looks.clear()  # another server: its counters begin anew
+        if self.looks and _is_another(document, self.looks[-1][1]):
+            self.looks.clear()
         self.looks.append((now_s, document))
         while len(self.looks) > 2 and self.looks[1][0] <= now_s - RATES_OVER_S:
             self.looks.popleft()
@@ -64,6 +64,16 @@ class Watched:
             return f"live, every {self.every_s:g} s; q leaves"
         since = f" for {time.monotonic() - self.looks[-1][0]:.0f} s" if self.looks else ""
         return f"no answer{since}, trying on; q leaves: {self.error}"
+
+
+def _is_another(document: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Counters only grow: one that is smaller is another server's. Documents without counters are of one server."""
+    if "tokens" not in document:
+        return False
+    return bool(
+        document["uptime_s"] < before["uptime_s"]
+        or any(count < before["tokens"][name] for name, count in document["tokens"].items())
+    )
 
 
 Screen = Callable[[Watched, int], list[RenderableType]]

@@ -94,10 +94,17 @@ async function poll() {
   next_poll = setTimeout(poll, wait_s * 1000);
 }
 
+// Counters only grow: one that is smaller is another server's.
+function is_another(stats, before) {
+  const counters = (s) => [s.uptime_s, s.tokens.queried, s.tokens.computed, s.store.blocks, s.load.blocks];
+  const earlier = counters(before);
+  return counters(stats).some((value, i) => value < earlier[i]);
+}
+
 function take(stats) {
   const before = samples[samples.length - 1];
   if (before && stats.uptime_s === before.uptime_s) return;
-  if (before && stats.uptime_s < before.uptime_s) { // another server: its counters begin anew
+  if (before && is_another(stats, before)) {
     samples = [];
     charts.forEach((chart) => chart.clear());
   }

@@ -119,6 +119,15 @@ def test_a_server_that_goes_away_and_comes_back_is_watched_on(server):
         terminal.wait_for(lambda rows: "live" in rows[-1])
 
 
+def test_counters_that_begin_anew_are_no_negative_rates(server):
+    with Terminal("inspect", "--watch", "--every", "0.2", "--url", server.url) as terminal:
+        terminal.wait_for(lambda rows: fits(rows, 24) and any("500,000" in row for row in rows))
+        server.stats = stats_document(busy_ledger(10), uptime_s=200.0)
+        rows = terminal.wait_for(lambda rows: fits(rows, 24) and any("5,000" in row and "RAM" in row for row in rows))
+        from_ram = next(row for row in rows if row.startswith("from RAM"))
+        assert from_ram.split()[2] in ("-", "0"), from_ram
+
+
 def test_ctrl_c_leaves_and_the_terminal_echoes_again(server):
     with Terminal("inspect", "--watch", "--every", "3600", "--url", server.url) as terminal:
         terminal.wait_for(lambda rows: fits(rows, 24))

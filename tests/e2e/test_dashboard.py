@@ -23,6 +23,13 @@ WITHIN_MS = 60_000
 SHOTS = os.environ.get("DASHBOARD_SCREENSHOTS")
 """A folder for pictures of the page, to be looked at."""
 
+HEIGHTS = """() => [...document.querySelectorAll('.plot')].map(plot =>
+    [...plot.querySelectorAll('polyline')].flatMap(line =>
+        line.getAttribute('points').split(' ').map(point => Number(point.split(',')[1]))))"""
+"""Of each chart, where its points are drawn: pixels from the top."""
+BOTTOM = 148
+"""Where a chart's zero lies."""
+
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
@@ -69,7 +76,11 @@ def opened(chromium: Browser, server: Server, **options: Any) -> tuple[Page, lis
     page = chromium.new_context(**options).new_page()
     addresses: list[str] = []
     page.on("request", lambda request: addresses.append(request.url))
+    # What the page's policy stops never becomes a request, and is told here.
+    page.on("console", lambda message: addresses.append(f"console: {message.text}"))
+    page.on("pageerror", lambda error: addresses.append(f"script: {error}"))
     page.goto(f"{server.url}/kvortex/dashboard")
+    addresses.clear()  # the refusal itself is told as an error
     page.fill("#key", KEY)
     page.click("button")
     page.wait_for_selector("#status.live", timeout=WITHIN_MS)
@@ -144,11 +155,8 @@ def test_every_chart_draws_what_it_is_named_for(chromium, server):
     )
     assert [label.split(",")[0].split(":")[0] for label in labels] == list(names)
     assert not [label for label in labels if label.endswith(" -")]
-    drawn = page.evaluate("""() => [...document.querySelectorAll('.plot')].map(plot =>
-        Math.min(...[...plot.querySelectorAll('polyline')].flatMap(line =>
-            line.getAttribute('points').split(' ').map(point => Number(point.split(',')[1])))))""")
-    bottom = 148
-    risen = dict(zip(names, [y < bottom for y in drawn], strict=True))
+    heights = page.evaluate(HEIGHTS)
+    risen = dict(zip(names, [min(ys) < BOTTOM for ys in heights], strict=True))
     # Nothing prefetches yet, and a copy may be too short to be seen under way; everything else moved.
     assert not risen.pop("Prefetch")
     del risen["Blocks on their way"]
@@ -208,3 +216,6 @@ def test_a_server_that_is_gone_is_told_and_its_successor_is_shown(chromium, tiny
         again.complete(prompt(2, 333))
         page.wait_for_selector("#status.live", timeout=WITHIN_MS)
         wait_for(page, lambda: page.inner_text("#queried") == "333")
+        page.wait_for_timeout(5000)
+        lowest = page.evaluate(f"Math.max(...({HEIGHTS})().flat())")
+        assert lowest <= BOTTOM, "counters that begin anew are no negative rates"
