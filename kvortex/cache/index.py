@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from kvortex.cache.key_table import KeyTable
 from kvortex.cache.policies.base import BlockInfo, EvictionPolicy
 from kvortex.cache.slots import Completed, KeyState, RefusalReason, Refused, Reservation, Room, SlotState
+from kvortex.cache.usage import SlotUsage
 from kvortex.keys import BlockKey
 
 __all__ = ["BlockIndex", "Completed", "KeyState", "RefusalReason", "Refused", "Reservation", "Room", "SlotState"]
@@ -38,13 +39,17 @@ class BlockIndex:
         num_slots: at least 1.
         policy: made for `num_slots`, and this index's alone.
         namespace: digest of what all keys here belong to.
+        usage: made for `num_slots`; told when blocks are stored and asked for.
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy, *, namespace: bytes = b"") -> None:
+    def __init__(
+        self, num_slots: int, policy: EvictionPolicy, *, namespace: bytes = b"", usage: SlotUsage | None = None
+    ) -> None:
         assert num_slots > 0, num_slots
         assert len(policy) == 0, f"a policy with {len(policy)} slots belongs to another index"
         self.num_slots = num_slots
         self.namespace = namespace
+        self.usage = usage
         self.evictions = 0
         """Blocks given up for others so far."""
         self._policy = policy
@@ -81,6 +86,14 @@ class BlockIndex:
     def slot_state(self, slot: int) -> SlotState:
         self._assert_in_range([slot])
         return SlotState(self._states[slot])
+
+    def slot_states(self) -> bytes:
+        """A SlotState a slot, at one moment. Any thread; a copy of one byte a slot."""
+        return bytes(self._states)
+
+    def key_at(self, slot: int) -> BlockKey | None:
+        """The key in a slot, if there is one now. Any thread."""
+        return self._keys[slot] or None
 
     def key_of(self, slot: int) -> BlockKey:
         """The key of a WRITING or READY slot."""
@@ -177,7 +190,10 @@ class BlockIndex:
         """
         self._assert_in_range(slots)
         states = self._states
-        self._policy.used([slot for slot in slots if states[slot] == _READY])
+        ready = [slot for slot in slots if states[slot] == _READY]
+        self._policy.used(ready)
+        if self.usage is not None:
+            self.usage.used(ready)
 
     # ---- storing: a reservation and its end
 
@@ -247,6 +263,8 @@ class BlockIndex:
         keys = [self._keys[slot] for slot in written]
         self._ready.add(keys, written)
         self._policy.admitted(written, BlockInfo(keys, [self._positions[slot] for slot in written]))
+        if self.usage is not None:
+            self.usage.stored(written)
         self._release(doomed)
         return Completed(len(written), len(doomed), len(slots) - len(written) - len(doomed))
 

@@ -16,11 +16,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Final
 
 from kvortex.keys import BlockKey
 
 EXAMINED_PER_CANDIDATE = 2
 """How many queue heads may be looked at for each block wanted; bounds a step that meets blocks in use."""
+
+_LOOKS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,20 @@ class Residency:
             return False
         let_go = self._let_go_s
         return any(in_use(block) or let_go.get(block, -math.inf) > let_go_after_s for block in self._blocks_of[key])
+
+    def longest_unused(self, count: int) -> list[tuple[Candidate, float]]:
+        """Up to `count` blocks at the queue's head, with the seconds since their last use; none where the queue never
+        stands still. Any thread."""
+        head: list[tuple[int, float]] = []
+        for _ in range(_LOOKS):
+            try:
+                head = list(islice(self._queue.items(), count))
+                break
+            except RuntimeError:
+                continue  # the scheduler's thread changed the queue meanwhile
+        now = self._clock()
+        named = [(block_id, self._key_of.get(block_id), now - used_at) for block_id, used_at in head]
+        return [(Candidate(block_id, key), idle_s) for block_id, key, idle_s in named if key is not None]
 
     def block_cached(self, block_id: int, key: BlockKey, *, in_ram: bool) -> None:
         """VRAM block `block_id` is complete and found under `key`; `in_ram` if a copy is published already."""

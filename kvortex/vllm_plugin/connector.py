@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 
 from kvortex.cache.index import BlockIndex
 from kvortex.cache.policies import make_policy
+from kvortex.cache.usage import SlotUsage
 from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin import compat
 from kvortex.vllm_plugin.logs import share_vllms_log
@@ -75,7 +76,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
             policy = make_policy(
                 facts.settings.eviction_policy, facts.num_slots, idle_after_s=facts.settings.idle_after
             )
-            index = BlockIndex(facts.num_slots, policy, namespace=facts.namespace)
+            index = BlockIndex(facts.num_slots, policy, namespace=facts.namespace, usage=SlotUsage(facts.num_slots))
             self._request_log = open_request_log(facts, groups[0].block_size)
             self._scheduler = SchedulerSide(
                 facts,
@@ -113,7 +114,9 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler_side.bind_pool(gpu_block_pool)
         end_with_parent()
-        self._stats = StatsServer(self._facts.engine_id, self._scheduler_side.snapshot)
+        self._stats = StatsServer(
+            self._facts.engine_id, {"stats": self._scheduler_side.snapshot, "blocks": self._scheduler_side.blocks}
+        )
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler_side.match(request, num_computed_tokens)

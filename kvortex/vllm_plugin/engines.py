@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvortex.vllm_plugin.stats_socket import read_stats
+from kvortex.cache.holdings import BlockOrder
+from kvortex.vllm_plugin.stats_socket import ask_engine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,11 +39,20 @@ class Engines:
         Raises:
             StatsUnavailableError: an engine does not answer.
         """
-        documents = [read_stats(engine_id) for engine_id in self.engine_ids]
+        documents = [ask_engine(engine_id, "stats") for engine_id in self.engine_ids]
         total = documents[0]
         for document in documents[1:]:
             total = _added(total, document)
         return total
+
+    def blocks(self, top: int, by: BlockOrder) -> dict[str, Any]:
+        """What lies in the tiers of each engine; `top` blocks each.
+
+        Raises:
+            StatsUnavailableError: an engine does not answer.
+        """
+        answers = [ask_engine(engine_id, "blocks", top=top, by=by.value) for engine_id in self.engine_ids]
+        return {"by": by.value, "top": top, "engines": answers}
 
 
 def _added(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:

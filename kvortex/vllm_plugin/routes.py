@@ -6,14 +6,18 @@ import hashlib
 import os
 import secrets
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse
 from prometheus_client import REGISTRY, CollectorRegistry, make_asgi_app, multiprocess
 from starlette.datastructures import State
 from starlette.routing import Mount
 
+from kvortex.cache.holdings import MOST_BLOCKS, BlockOrder
+from kvortex.cache.verdict import judge
+from kvortex.dashboard.page import pages
 from kvortex.vllm_plugin.banner import announce_when_ready
 from kvortex.vllm_plugin.engines import Engines
 from kvortex.vllm_plugin.logs import share_vllms_log
@@ -46,6 +50,8 @@ def check_api_key(request: Request) -> None:
 
 
 router = APIRouter(prefix="/kvortex", dependencies=[Depends(check_api_key)], tags=["kvortex"])
+page_router = APIRouter(prefix="/kvortex", tags=["kvortex"])
+"""Of documents that ask for the key themselves."""
 
 
 def engines_of(request: Request) -> Engines:
@@ -57,12 +63,44 @@ def engines_of(request: Request) -> Engines:
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
-    """What the cache has done and holds now."""
+    """What the cache has done and holds now, and whether it is helping."""
     engines = engines_of(request)
     try:
-        return await run_in_threadpool(engines.stats)
+        document = await run_in_threadpool(engines.stats)
     except StatsUnavailableError as error:
         raise HTTPException(status_code=503, detail=error.message) from error
+    return {**document, "verdict": judge(document).as_dict()}
+
+
+@router.get("/blocks")
+async def blocks(
+    request: Request,
+    top: Annotated[int, Query(ge=1, le=MOST_BLOCKS)] = 20,
+    by: BlockOrder = BlockOrder.IDLE,
+) -> dict[str, Any]:
+    """What lies in each tier, by age and use, and the first `top` blocks in the order of `by`."""
+    engines = engines_of(request)
+    try:
+        return await run_in_threadpool(engines.blocks, top, by)
+    except StatsUnavailableError as error:
+        raise HTTPException(status_code=503, detail=error.message) from error
+
+
+def _document(html: str, status_code: int) -> HTMLResponse:
+    headers = {"Content-Security-Policy": pages().policy, "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+    return HTMLResponse(html, status_code, headers)
+
+
+@page_router.get("/dashboard")
+async def dashboard(request: Request) -> HTMLResponse:
+    """The page that shows `/kvortex/stats` live. A browser cannot be told to send a key with an address, so the
+    refusal is a page that asks for it."""
+    try:
+        check_api_key(request)
+    except HTTPException as refusal:
+        return _document(pages().key_form, refusal.status_code)
+    engines_of(request)
+    return _document(pages().dashboard, 200)
 
 
 class KVortexRoutes:
@@ -80,6 +118,7 @@ class KVortexRoutes:
         """Adds the routes. vLLM's app has all of its own by now, `/metrics` among them."""
         app.include_router(router)
         self._paths = [str(getattr(route, "path", "")) for route in app.routes]
+        app.include_router(page_router)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             self._join_multiprocess_metrics(app)
         elif self._collector not in REGISTRY._collector_to_names:

@@ -22,8 +22,11 @@ from typing import TYPE_CHECKING, Any
 import kvortex
 from kvortex.cache.costs import PromptWork, StepCosts, prompt_work
 from kvortex.cache.gate import Gate
+from kvortex.cache.holdings import BlockOrder, ram_holdings, vram_holdings
 from kvortex.cache.index import BlockIndex, KeyState
 from kvortex.cache.load_choice import LoadChoice, Way
+from kvortex.cache.losses import LossRecord
+from kvortex.cache.misses import Miss, MissExplainer
 from kvortex.cache.planner import OffloadPlanner
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
 from kvortex.cache.residency import Residency
@@ -68,6 +71,8 @@ class SchedulerSide:
         self._residency = Residency(clock)
         self._ledger = Ledger()
         self._request_log = request_log
+        self._losses = LossRecord(index.num_slots)
+        self._explainer = MissExplainer(groups, index, self._losses, self._residency.holds)
         self._jobs = JobBook(facts.num_ranks, facts.settings.transfer_timeout, clock)
         self._gate = Gate(clock)
         self._requests: dict[str, RequestState] = {}
@@ -117,21 +122,21 @@ class SchedulerSide:
                 return None, False
             if self._must_wait(request, state, local_tokens):
                 return None, False
-            state.hit = self._matcher.match(
+            hit = self._matcher.match(
                 lambda group: state.keys(request, group, self.view.hash_block_size),
                 request.num_tokens,
                 local_tokens,
             )
-            ram_tokens = state.hit.ram_tokens
-            if not ram_tokens:
-                return 0, False
-            way = self._way(request, state.hit)
+            way = self._way(request, hit) if hit.ram_tokens else Way.COMPUTE
+            if way is Way.NEXT_STEP:
+                return None, False
+            declined_tokens = 0
             if way is Way.COMPUTE:
-                state.declined = _num_blocks(state.hit)
-                state.hit = PrefixHit(local_tokens, 0, {})
-                return 0, False
-            state.with_step = way is Way.WITH_STEP
-            return (None, False) if way is Way.NEXT_STEP else (ram_tokens, not state.with_step)
+                state.declined, declined_tokens = _num_blocks(hit), hit.ram_tokens
+                hit = PrefixHit(local_tokens, 0, {})
+            state.hit, state.with_step = hit, way is Way.WITH_STEP
+            self._explain(request, state, hit, declined_tokens)
+            return hit.ram_tokens, way is Way.BEFORE_STEP
 
     def _way(self, request: Request, hit: PrefixHit) -> Way:
         load_bytes, work = self._load_and_work(request, hit)
@@ -162,6 +167,19 @@ class SchedulerSide:
         others = (block_id for block_id in self.view.next_taken() if residency.key_of(block_id) not in hit)
         return any(residency.is_due(block_id) or jobs.copies_from(block_id) for block_id in islice(others, wanted))
 
+    def _explain(self, request: Request, state: RequestState, hit: PrefixHit, declined_tokens: int) -> None:
+        """Once for each answer: vLLM may ask again at every step while it has no room for the request."""
+        computed = request.num_tokens - hit.local_tokens - hit.ram_tokens
+        if state.counted or state.explanation.missed.total() == computed:
+            return
+        state.explanation = self._explainer.explain(
+            lambda group: state.keys(request, group, self.view.hash_block_size),
+            request.num_tokens,
+            hit.local_tokens + hit.ram_tokens,
+            salted=request.cache_salt is not None,
+            not_worth_tokens=declined_tokens,
+        )
+
     def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
         """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
         group = self._groups[0]
@@ -190,7 +208,13 @@ class SchedulerSide:
             computed = request.num_tokens - hit.local_tokens - ram_tokens
             if ram_tokens == 0:
                 if first_time:
-                    self._ledger.count_tokens(vram_hit=hit.local_tokens, ram_hit=0, computed=computed)
+                    unasked = Miss.NOT_ASKED if request.skip_reading_prefix_cache else Miss.UNUSABLE
+                    self._ledger.count_tokens(
+                        vram_hit=hit.local_tokens,
+                        ram_hit=0,
+                        missed=state.explanation.settled(computed, otherwise=unasked),
+                        seen_tokens=state.explanation.seen_tokens,
+                    )
                 return
             self._order_load(request, state, hit, blocks, ram_tokens, first_time)
 
@@ -269,6 +293,7 @@ class SchedulerSide:
             if decision.not_worth:
                 self._ledger.refused[Refusal.NOT_WORTH] += decision.not_worth
             self._ledger.ram_evicted += len(decision.evicted)
+            self._losses.evicted(decision.evicted)
             if decision.reservation is not None:
                 self._jobs.start_store(decision.candidates, decision.reservation.slots)
                 self._ledger.store.in_flight += len(decision.candidates)
@@ -344,7 +369,8 @@ class SchedulerSide:
             self._ledger.count_tokens(
                 vram_hit=job.local_tokens,
                 ram_hit=ram_hit,
-                computed=job.computed_tokens + job.ram_tokens - ram_hit,
+                missed=state.explanation.settled(job.computed_tokens, load_failed=job.ram_tokens - ram_hit),
+                seen_tokens=state.explanation.seen_tokens,
             )
 
     def _give_up_overdue_stores(self) -> None:
@@ -392,6 +418,7 @@ class SchedulerSide:
 
     def _drop_ram(self, cause: str) -> None:
         dropped = self._index.reset()
+        self._losses.reset()
         self._ledger.refused[Refusal.RESET] += dropped
         for state in self._requests.values():
             state.hit = None
@@ -439,6 +466,14 @@ class SchedulerSide:
                 "request_log": counts() if self._request_log is None else self._request_log.counts(),
             }
 
+    def blocks(self, top: int, by: str) -> dict[str, Any]:
+        """The engine's part of `/kvortex/blocks`. Any thread; takes no lock, so the scheduler never waits for it."""
+        block_bytes = self._facts.server_block_bytes
+        return {
+            "ram": ram_holdings(self._index, top, BlockOrder(by), block_bytes),
+            "vram": vram_holdings(self._residency, self.view.in_use, top, block_bytes),
+        }
+
     def log_totals(self) -> None:
         """One line at the end: did it help?"""
         with self._lock:
@@ -474,6 +509,7 @@ class _PoolEvents:
         in_ram = side._index.state_of(key) is KeyState.READY
         if in_ram:
             side._ledger.dedup_references += 1
+        side._losses.found_again(key)
         side._residency.block_cached(block_id, key, in_ram=in_ram)
         side._jobs.target_completed(block_id)
 
@@ -486,6 +522,7 @@ class _PoolEvents:
             if missed:
                 side._ledger.vram_lost += 1
                 side.planner.outrun()
+                side._losses.not_stored(key)
 
     def prefix_cache_reset(self) -> None:
         self._side.prefix_cache_reset()

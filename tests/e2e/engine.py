@@ -90,6 +90,7 @@ class Engine:
         snapshot = side.snapshot()
         tokens = snapshot["tokens"]
         assert tokens["vram_hit"] + tokens["ram_hit"] + tokens["computed"] == tokens["queried"], tokens
+        assert sum(snapshot["missed"].values()) == tokens["computed"], snapshot["missed"]
         side._index.check()
         side._residency.check()
         return snapshot

@@ -44,7 +44,7 @@ CLASSES_AND_MEMBERS = [
     (
         "v1/request.py",
         "Request",
-        ["skip_reading_prefix_cache", "block_hashes", "num_tokens", "num_preemptions", "request_id"],
+        ["skip_reading_prefix_cache", "block_hashes", "cache_salt", "num_tokens", "num_preemptions", "request_id"],
     ),
 ]
 FUNCTIONS = [

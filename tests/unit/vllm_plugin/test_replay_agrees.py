@@ -59,6 +59,7 @@ class Server:
             num_tokens=len(hashes) * BLOCK_TOKENS + 1,  # the last token is always computed
             block_hashes=hashes,
             skip_reading_prefix_cache=False,
+            cache_salt=None,
             num_preemptions=0,
             num_output_tokens=traced.output_tokens,
         )
