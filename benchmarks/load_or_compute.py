@@ -108,7 +108,7 @@ def slow_engine(bytes_per_s: float, options: argparse.Namespace) -> Iterator[LLM
             skip_tokenizer_init=True,
             max_model_len=longest + BLOCK_SIZE,
             block_size=BLOCK_SIZE,
-            num_gpu_blocks_override=options.concurrency * (longest // BLOCK_SIZE + 2),
+            num_gpu_blocks_override=options.concurrency * (longest // BLOCK_SIZE + 3) + 1,
             kv_cache_memory_bytes=1 << 30,
             max_num_batched_tokens=4096,
             enforce_eager=True,

@@ -135,8 +135,9 @@ def test_a_load_waits_for_those_before_it_until_the_link_has_brought_them(costs:
     clock.advance(0.015)
     assert step.way(takes(0.020), RUN, WORK, 2, 3) is Way.BEFORE_STEP
     clock.advance(10)
-    step.goes_before_step(takes(0.020))
-    assert step.way(takes(0.020), RUN, WORK, 2, 3) is Way.BEFORE_STEP, "a link that was free is not ahead"
+    assert step.way(takes(0.020), RUN, WORK, 2, 3) is Way.BEFORE_STEP
+    step.goes_before_step(takes(0.040))
+    assert step.way(takes(0.020), RUN, WORK, 2, 3) is Way.COMPUTE, "time in which it was free is not saved up"
 
 
 def test_requests_that_come_together_count_for_the_first_of_them_until_they_stay_away(costs: StepCosts) -> None:

@@ -31,8 +31,9 @@ def test_threads_that_share_the_link_are_not_taken_for_slow_ones() -> None:
     meter = LoadMeter(clock)
     for _ in range(10):
         meter.begin(LOAD)
+        clock.advance(0.5)
         meter.begin(LOAD)
-        clock.advance(1.0)
+        clock.advance(0.5)
         meter.end(LOAD, 100)
         clock.advance(1.0)
         meter.end(LOAD, 100)
