@@ -169,7 +169,8 @@ def play(options: argparse.Namespace) -> dict[str, Any]:
     loaded: dict[str, int] = dict.fromkeys(MODES, 0)
     with slow_engine(options.one * 1e6, options) as llm:
         side = side_of(llm)
-        ask_all(llm, told, 1, 1)
+        for tokens in told:
+            ask_all(llm, [tokens], 1, 1)  # and stores it, before VRAM is given to the next
         ask_all(llm, told[:1], options.gen, 1)
         for run in range(options.runs):
             for mode in MODES[run % 3 :] + MODES[: run % 3]:
