@@ -32,8 +32,9 @@ _MAX_DECODES: Final = 16
 """A step loads for about as long as so many steps without prompts: in a longer one, requests whose KV is there wait for
 that of others, and in a shorter one, what every step costs weighs more."""
 
-_MAX_SLOWER: Final = 4.0
-"""A load is never chosen for the sake of others where computing is so many times as quick."""
+_MAX_SLOWER: Final = 2.0
+"""A load is never chosen for the sake of others where computing is so many times as quick: what others gain is little
+there, and when they have ended, one still waits."""
 
 _USUAL_S: Final = 5.0
 """Requests that were answered together come again together: the first of them hears of the others by what was usual."""

@@ -119,10 +119,10 @@ def test_what_hides_behind_the_step_costs_nothing(costs: StepCosts) -> None:
 
 def test_what_is_computed_keeps_all_waiting_and_a_load_its_own_request(costs: StepCosts) -> None:
     step = choice(costs, ALL_AT_ONCE)
-    assert step.way(takes(0.045), RUN, WORK, 2, 3) is Way.BEFORE_STEP  # 45 and 10 ms against 3 times 20
-    assert step.way(takes(0.055), RUN, WORK, 2, 3) is Way.COMPUTE
-    assert step.way(takes(0.055), RUN, WORK, 3, 4) is Way.BEFORE_STEP
-    assert step.way(takes(0.085), RUN, WORK, 30, 31) is Way.COMPUTE, "four times as long is too long for anyone"
+    assert step.way(takes(0.028), RUN, WORK, 1, 2) is Way.BEFORE_STEP  # 28 and 10 ms against twice 20
+    assert step.way(takes(0.032), RUN, WORK, 1, 2) is Way.COMPUTE
+    assert step.way(takes(0.032), RUN, WORK, 2, 3) is Way.BEFORE_STEP
+    assert step.way(takes(0.045), RUN, WORK, 30, 31) is Way.COMPUTE, "twice as long is too long for anyone"
 
 
 def test_a_load_waits_for_those_before_it_until_the_link_has_brought_them(costs: StepCosts) -> None:
@@ -148,9 +148,9 @@ def test_requests_that_come_together_count_for_the_first_of_them_until_they_stay
         clock.advance(0.02)
         step.begin_step(4)
     clock.advance(0.02)
-    assert step.way(takes(0.045), RUN, WORK, 0, 1) is Way.BEFORE_STEP
+    assert step.way(takes(0.035), RUN, WORK, 0, 1) is Way.BEFORE_STEP
     clock.advance(10)
-    assert step.way(takes(0.045), RUN, WORK, 0, 1) is Way.COMPUTE
+    assert step.way(takes(0.035), RUN, WORK, 0, 1) is Way.COMPUTE
 
 
 def test_where_loads_cannot_go_with_steps_none_does(costs: StepCosts) -> None:
