@@ -39,8 +39,12 @@ def play_all(trial: Trial, size: Any) -> None:
     runs = 2 if mode == "plain" else 1  # plain vLLM has to agree with itself
     trial.part("pressure", lambda: loads.under_pressure(vllm, size, runs))
     if mode == "zeros":
+        from kvortex.cache.load_choice import LoadChoice, Way
+
         trial.watch.loses_loads = True
-        trial.write("stall", {"seen": loads.stalls(vllm, size)})
+        # A load that goes with its step cannot be lost.
+        with patch.object(LoadChoice, "way", lambda *_, **__: Way.BEFORE_STEP):
+            trial.write("stall", {"seen": loads.stalls(vllm, size)})
         return
     if mode != "defaults":
         trial.part("returns", lambda: loads.returning_sessions(vllm, size, runs))
