@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 
 from kvortex.cache.stats import Ledger
 from kvortex.vllm_plugin.metrics import families
+from kvortex.vllm_plugin.request_log import counts
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "metrics.md"
 BEGIN: Final = "<!-- written by tools/write_metrics_reference.py -->\n"
@@ -30,6 +31,7 @@ def empty_families() -> list[Metric]:
         "tiers": {"vram": dict.fromkeys(_VRAM, 0), "ram": dict.fromkeys(_RAM, 0)},
         "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0},
         "sessions": {"known": 0, "active": 0},
+        "request_log": counts(),
     }
     return list(families(document))
 
