@@ -91,7 +91,7 @@ def test_answers_are_right_and_nothing_leaks(tiny_llama, seed, settings, monkeyp
     with engine(tiny_llama, settings, num_blocks=60, make_engine=make_engine, max_num_seqs=6) as vllm:
         (chaos,) = made
         free = vllm.free_blocks
-        monkeypatch.setattr(vllm.side._choice, "way", lambda *_: rng.choice(ways))
+        monkeypatch.setattr(vllm.side._choice, "way", lambda *_, **__: rng.choice(ways))
         llm = vllm.llm.llm_engine
         waiting = list(range(REQUESTS))
         said: dict[int, tuple[int, ...]] = {}
