@@ -1,0 +1,56 @@
+"""How fast requests take VRAM's blocks: what must stay free for them, and how long an unused block lasts."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+_LEAST_MARGIN: Final = 0.05
+_SAFETY: Final = 1.5
+_BURST_S: Final = 1.0
+"""Blocks taken within about so long are one burst; a load under way is over by then."""
+
+_MEMORY_S: Final = 30.0
+_SHORTAGE: Final = 0.25
+"""Of VRAM: so much more stays free after requests found too little, less and less over the memory."""
+
+_LONGEST_S: Final = 300.0
+
+
+class Demand:
+    """Blocks that requests take, seen once a step. Costs the same however many blocks there are."""
+
+    def __init__(self, capacity_blocks: int, now: float) -> None:
+        self._capacity = capacity_blocks
+        self._seen_at = now
+        self._in_use = 0
+        self._burst = 0.0
+        self._peak = 0.0
+        self._per_s = 0.0
+        self._shortage = 0.0
+
+    def saw(self, in_use: int, now: float) -> None:
+        """Requests hold `in_use` blocks now."""
+        passed = max(0.0, now - self._seen_at)
+        self._seen_at = now
+        taken = max(0, in_use - self._in_use)
+        self._in_use = in_use
+        fade = math.exp(-passed / _MEMORY_S)
+        self._burst = self._burst * math.exp(-passed / _BURST_S) + taken
+        self._peak = max(self._peak * fade, self._burst)
+        self._per_s = self._per_s * fade + taken / _MEMORY_S
+        self._shortage *= fade
+
+    def ran_short(self) -> None:
+        """A request found too few free blocks."""
+        self._shortage = _SHORTAGE * self._capacity
+
+    @property
+    def margin_blocks(self) -> int:
+        """Free blocks that running requests might miss."""
+        least = _LEAST_MARGIN * self._capacity
+        return math.ceil(max(least, _SAFETY * self._peak) + self._shortage)
+
+    def lasts_s(self, free_blocks: int) -> float:
+        """How long a block put at the warm end of so many free ones stays."""
+        return min(_LONGEST_S, free_blocks / self._per_s) if self._per_s > 0 else _LONGEST_S
