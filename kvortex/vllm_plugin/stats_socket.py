@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvortex.errors import KVortexError
@@ -21,6 +21,12 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT = 5.0
 """Seconds that either side waits for the other."""
+
+QUESTION_TIMEOUT = 1.0
+"""Seconds that a reader may take to ask: others wait behind it."""
+
+MOST_QUESTION_BYTES = 4 << 20
+"""A hint names up to some hundred thousand token ids."""
 
 _PEER = struct.Struct("3i")
 
@@ -35,10 +41,11 @@ class StatsUnavailableError(KVortexError):
 
 
 class StatsServer:
-    """Answers each connection with a fresh snapshot, on a thread of its own. EngineCore process."""
+    """Answers each connection's one question, on a thread of its own. EngineCore process."""
 
-    def __init__(self, engine_id: str, snapshot: Callable[[], dict[str, Any]]) -> None:
-        self._snapshot = snapshot
+    def __init__(self, engine_id: str, answers: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
+        """`answers`: by the name of the question; called with its parameters, each time anew."""
+        self._answers = answers
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(socket_name(engine_id))
         self._socket.listen(16)
@@ -57,14 +64,25 @@ class StatsServer:
                     self._answer(connection)
                 except OSError as error:
                     logger.debug("a reader of the statistics went away: %s", error)
+                except Exception:
+                    # The reader is told by the closed connection; the next one is to have its answer.
+                    logger.exception("a question to the statistics could not be answered")
 
     def _answer(self, connection: socket.socket) -> None:
-        connection.settimeout(TIMEOUT)
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         _, uid, _ = _PEER.unpack(peer)
         if uid not in (os.getuid(), 0):
             return
-        connection.sendall(json.dumps(self._snapshot()).encode() + b"\n")
+        connection.settimeout(QUESTION_TIMEOUT)
+        with connection.makefile("rb") as lines:
+            line = lines.readline(MOST_QUESTION_BYTES)
+        question = _parsed(line)
+        answer = self._answers.get(str(question.pop("ask", "")))
+        if answer is None:
+            logger.warning("a question that is not known was put to the statistics: %r", line[:80])
+            return
+        connection.settimeout(TIMEOUT)
+        connection.sendall(json.dumps(answer(**question)).encode() + b"\n")
 
     def close(self) -> None:
         """Stops answering. Idempotent."""
@@ -80,8 +98,16 @@ class StatsServer:
         self._thread.join(TIMEOUT)
 
 
-def read_stats(engine_id: str) -> dict[str, Any]:
-    """One snapshot of an engine on this machine; blocks for at most TIMEOUT seconds.
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        question = json.loads(line)
+    except ValueError:
+        return {}
+    return question if isinstance(question, dict) else {}
+
+
+def ask_engine(engine_id: str, question: str, **parameters: Any) -> dict[str, Any]:
+    """The answer of an engine on this machine; blocks for at most TIMEOUT seconds a step.
 
     Raises:
         StatsUnavailableError: nobody answers under this engine id.
@@ -90,6 +116,7 @@ def read_stats(engine_id: str) -> dict[str, Any]:
         connection.settimeout(TIMEOUT)
         try:
             connection.connect(socket_name(engine_id))
+            connection.sendall(json.dumps({"ask": question, **parameters}).encode() + b"\n")
             with connection.makefile("rb") as lines:
                 line = lines.readline()
         except OSError as error:

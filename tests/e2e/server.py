@@ -20,6 +20,7 @@ OPTIONS = (
     *("--max-model-len", "1152", "--num-gpu-blocks-override", "40", "--kv-cache-memory-bytes", "100000000"),
     *("--enforce-eager", "--host", "127.0.0.1", "--set", "kv_cache.block_size=32"),
     *("--set", "kv_cache.ram_cache_size=20MB", "--set", "kv_cache.offload_threshold=0"),
+    *("--set", "kv_cache.prefetch_enabled=false"),
 )
 
 

@@ -1,4 +1,9 @@
-"""How fast requests take VRAM's blocks: what must stay free for them, and how long an unused block lasts."""
+"""How fast requests take VRAM's blocks: what must stay free for them, and how long an unused block lasts.
+
+A request that grows and finds no block is preempted, or preempts another: what such ones take within a short while must
+stay free. One that begins waits a step, by when a load under way has given its blocks back; that it had to is seen, and
+then more stays free.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +34,14 @@ class Demand:
         self._per_s = 0.0
         self._shortage = 0.0
 
-    def saw(self, in_use: int, now: float) -> None:
-        """Requests hold `in_use` blocks now."""
+    def saw(self, in_use: int, begun: int, now: float) -> None:
+        """Requests hold `in_use` blocks now, `begun` of them those of requests that began since the last call."""
         passed = max(0.0, now - self._seen_at)
         self._seen_at = now
         taken = max(0, in_use - self._in_use)
         self._in_use = in_use
         fade = math.exp(-passed / _MEMORY_S)
-        self._burst = self._burst * math.exp(-passed / _BURST_S) + taken
+        self._burst = self._burst * math.exp(-passed / _BURST_S) + max(0, taken - begun)
         self._peak = max(self._peak * fade, self._burst)
         self._per_s = self._per_s * fade + taken / _MEMORY_S
         self._shortage *= fade

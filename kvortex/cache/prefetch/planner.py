@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -55,9 +55,12 @@ class Vram(Protocol):
 
     def holds(self, key: BlockKey) -> bool: ...
 
-    def takeable(self, count: int, p_return: Callable[[Session], float], below: float) -> int:
+    def takeable(
+        self, count: int, p_return: Callable[[Session], float], below: float, own: Collection[BlockKey]
+    ) -> int:
         """How many of the next `count` free blocks may be taken: nothing is lost with them, and who might ask for
-        their content again is less likely to than `below`."""
+        their content again is less likely to than `below`. Blocks of the keys `own` are passed over: they will be
+        moved out of the way."""
         ...
 
 
@@ -149,10 +152,6 @@ class PrefetchPlanner:
         self._hints.clear()
         self._guess = None
 
-    @property
-    def has_hints(self) -> bool:
-        return bool(self._hints)
-
     # ---- one chunk
 
     def heard_of_link(self, blocks_per_s: float) -> None:
@@ -194,6 +193,15 @@ class PrefetchPlanner:
     def _room(self, *, running: bool) -> int:
         room = min(self._chunk_blocks, self._vram.free_blocks - self._demand.margin_blocks)
         return room if not running or self._link_blocks_per_s is None else min(room, int(self._credit_blocks))
+
+    def may_plan(self, now: float) -> bool:
+        """Whether a step in which nothing runs may have something to order; a look that costs little and may err."""
+        if self._queued or self._hints:
+            return True
+        if self._budget.allowed(Cause.GUESS) <= 0 or self._room(running=False) <= 0:
+            return False
+        likely = self._book.likeliest(now, self._demand.lasts_s(self._vram.free_blocks), 1)
+        return bool(likely) and likely[0][0] >= _LEAST_P
 
     def issued(self, chunk: Chunk) -> None:
         """The chunk was ordered."""
@@ -238,19 +246,19 @@ class PrefetchPlanner:
 
     def _seconds_a_block(self, session: Session) -> float:
         """Computing time that each block that VRAM lacks would save; relative while nothing was measured."""
-        start, end = self._first_missing(session.keys), len(session.keys)
+        start, end = self.first_missing(session.keys), len(session.keys)
         if start == end:
             return 0.0
         work = prompt_work(start * self._block_size, end * self._block_size)
         seconds = self._costs.seconds(work)
         return (work.tokens if seconds is None else seconds) / (end - start)
 
-    def _first_missing(self, keys: Sequence[BlockKey]) -> int:
+    def first_missing(self, keys: Sequence[BlockKey]) -> int:
         """VRAM gives up a prompt's tail before its head, so that what it has is a prefix."""
         return bisect_left(range(len(keys)), True, key=lambda i: not self._vram.holds(keys[i]))
 
     def _chunk_of(self, target: Target, p: float, room: int, now: float, horizon_s: float) -> Chunk | None:
-        start = self._first_missing(target.keys)
+        start = self.first_missing(target.keys)
         while start < len(target.keys) and target.in_flight and self._loading(target.keys[start]):
             start += 1  # its own earlier chunk brings it
         if start < len(target.keys) and self._loading(target.keys[start]):
@@ -261,7 +269,12 @@ class PrefetchPlanner:
                 self._drop(target)
             return None
         count = min(len(slots), self._budget.allowed(target.cause))
-        count = self._vram.takeable(count, lambda s: self._book.p_return_within(s, now, horizon_s), p / _SURPLUS)
+        count = self._vram.takeable(
+            count,
+            lambda s: self._book.p_return_within(s, now, horizon_s),
+            p / _SURPLUS,
+            frozenset(target.keys[:start]),
+        )
         if count <= 0:
             return None
         return Chunk(target, start, tuple(target.keys[start : start + count]), tuple(slots[:count]))

@@ -73,17 +73,28 @@ def test_the_margin_follows_the_largest_burst_and_comes_down_again() -> None:
     now, in_use = 0.0, 0
     for _ in range(10):  # 100 blocks within a fifth of a second
         now, in_use = now + 0.02, in_use + 10
-        demand.saw(in_use, now)
+        demand.saw(in_use, 0, now)
     assert 120 <= demand.margin_blocks <= 150
-    demand.saw(in_use, now + 300)
+    demand.saw(in_use, 0, now + 300)
     assert demand.margin_blocks == 50
+
+
+def test_requests_that_begin_are_no_reason_to_keep_blocks_free() -> None:
+    demand = Demand(1000, 0.0)
+    demand.saw(700, 700, 0.1)
+    assert demand.margin_blocks == 50
+    demand.saw(720, 0, 0.2)
+    assert demand.margin_blocks == 50
+    demand.saw(800, 0, 0.3)
+    assert demand.margin_blocks > 100
+    assert demand.lasts_s(100) < 10
 
 
 def test_what_is_given_back_is_no_demand() -> None:
     demand = Demand(1000, 0.0)
-    demand.saw(500, 1000.0)
+    demand.saw(500, 0, 1000.0)
     margin = demand.margin_blocks
-    demand.saw(0, 1000.1)
+    demand.saw(0, 0, 1000.1)
     assert demand.margin_blocks <= margin
 
 
@@ -91,7 +102,7 @@ def test_a_shortage_keeps_more_free_for_a_while() -> None:
     demand = Demand(1000, 0.0)
     demand.ran_short()
     assert demand.margin_blocks == 300
-    demand.saw(0, 200.0)
+    demand.saw(0, 0, 200.0)
     assert demand.margin_blocks <= 51
 
 
@@ -101,5 +112,5 @@ def test_a_block_lasts_as_long_as_the_free_ones_before_it() -> None:
     in_use = 0
     for second in range(1, 200):
         in_use += 10
-        demand.saw(in_use, float(second))
+        demand.saw(in_use, 0, float(second))
     assert demand.lasts_s(100) == pytest.approx(10.0, rel=0.1)

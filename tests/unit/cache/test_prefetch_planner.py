@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -37,11 +37,13 @@ class FakeVram:
     def holds(self, key: BlockKey) -> bool:
         return key in self.content
 
-    def takeable(self, count: int, p_return: Callable[[Session], float], below: float) -> int:
+    def takeable(
+        self, count: int, p_return: Callable[[Session], float], below: float, own: Collection[BlockKey]
+    ) -> int:
         unused = self.free_blocks - len(self.content)
         if count <= unused:
             return count
-        owners = list(self.content.values())[: count - unused]
+        owners = [owner for key, owner in self.content.items() if key not in own][: count - unused]
         for i, owner in enumerate(owners):
             if owner is not None and p_return(owner) >= below:
                 return unused + i
@@ -194,10 +196,10 @@ def test_after_a_shortage_nothing_is_taken_from_what_little_is_free() -> None:
     stage.demand.ran_short()
     assert stage.plan() is None
     stage.clock.advance(120.0)
-    stage.demand.saw(150, stage.clock())
+    stage.demand.saw(150, 0, stage.clock())
     assert stage.plan() is None  # the burst that took them
     stage.clock.advance(200.0)
-    stage.demand.saw(150, stage.clock())
+    stage.demand.saw(150, 0, stage.clock())
     stage.talk(1, 40)
     assert stage.plan() is not None
 
@@ -282,8 +284,9 @@ def test_a_hint_is_old_after_a_while_and_no_more_are_kept_than_the_bound() -> No
     stage.store(keys_of(1, 10))
     assert stage.planner.hint(keys_of(1, 10), None, stage.clock())
     stage.clock.advance(HINT_LASTS_S + 1)
+    assert stage.planner.may_plan(stage.clock())
     assert stage.plan() is None
-    assert not stage.planner.has_hints
+    assert not stage.planner.may_plan(stage.clock())
     taken = [stage.planner.hint(keys_of(i, 1), None, stage.clock()) for i in range(MAX_TARGETS + 10)]
     assert taken.count(True) == MAX_TARGETS
 

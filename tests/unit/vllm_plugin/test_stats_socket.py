@@ -1,0 +1,68 @@
+"""Questions between the HTTP process and the engine, over the real socket."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from typing import Any
+
+import pytest
+
+from kvortex.vllm_plugin import stats_socket
+from kvortex.vllm_plugin.stats_socket import StatsServer, StatsUnavailableError, ask_engine, socket_name
+
+
+@pytest.fixture
+def engine_id():
+    name = f"test-{uuid.uuid4().hex}"
+    server = StatsServer(name, {"stats": lambda: {"n": 1}, "blocks": echo})
+    yield name
+    server.close()
+
+
+def echo(**parameters: Any) -> dict[str, Any]:
+    return parameters
+
+
+def test_a_question_is_answered_with_its_parameters(engine_id):
+    assert ask_engine(engine_id, "stats") == {"n": 1}
+    assert ask_engine(engine_id, "blocks", top=3, by="age") == {"top": 3, "by": "age"}
+
+
+def test_a_question_that_fails_is_logged_and_the_next_one_is_answered(engine_id, caplog):
+    with pytest.raises(StatsUnavailableError, match="without an answer"):
+        ask_engine(engine_id, "stats", no_such_parameter=1)
+    assert "could not be answered" in caplog.text
+    assert ask_engine(engine_id, "stats") == {"n": 1}
+
+
+def test_an_unknown_question_gets_no_answer_and_the_next_one_does(engine_id):
+    with pytest.raises(StatsUnavailableError, match="without an answer"):
+        ask_engine(engine_id, "colour")
+    assert ask_engine(engine_id, "stats") == {"n": 1}
+
+
+@pytest.mark.parametrize("line", [b"", b"not JSON\n", b"[1]\n", b"\xff\xfe\n", b'{"ask": ["stats"]}\n', b"x" * 9000])
+def test_what_is_no_question_closes_the_connection_only(engine_id, line):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(10)
+        connection.connect(socket_name(engine_id))
+        connection.sendall(line)
+        connection.shutdown(socket.SHUT_WR)
+        try:
+            assert connection.recv(100) == b""
+        except ConnectionResetError:
+            pass  # closed before all of it was read
+    assert ask_engine(engine_id, "stats") == {"n": 1}
+
+
+def test_one_who_connects_and_says_nothing_holds_others_up_for_a_bounded_time(engine_id, monkeypatch):
+    monkeypatch.setattr(stats_socket, "QUESTION_TIMEOUT", 0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(socket_name(engine_id))
+        assert ask_engine(engine_id, "stats") == {"n": 1}
+
+
+def test_an_engine_that_is_gone_is_told():
+    with pytest.raises(StatsUnavailableError, match="does not answer"):
+        ask_engine("nobody", "stats")
