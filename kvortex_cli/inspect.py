@@ -21,6 +21,7 @@ class View(StrEnum):
     """What to look at."""
 
     STATS = "stats"
+    SESSIONS = "sessions"
 
 
 class ServerError(KVortexError):
@@ -39,6 +40,8 @@ def inspect_command(
     """Shows what is in the cache of a running server, and whether it is hitting.
 
     Example: kvortex inspect stats --url http://localhost:8000
+
+    Example: kvortex inspect sessions
     """
     document = fetch(url, f"/kvortex/{view.value}", api_key)
     if as_json:
@@ -46,8 +49,16 @@ def inspect_command(
         return
     from kvortex_cli.console import stdout
 
-    for table in stats_tables(document):
+    for table in _tables(view, document):
         stdout().print(table)
+
+
+def _tables(view: View, document: dict[str, Any]) -> list[Table]:
+    if view is View.SESSIONS:
+        from kvortex_cli.sessions_view import sessions_tables
+
+        return sessions_tables(document)
+    return stats_tables(document)
 
 
 def fetch(url: str, path: str, api_key: str | None) -> dict[str, Any]:
@@ -140,4 +151,8 @@ def stats_tables(stats: dict[str, Any]) -> list[Table]:
             f"{count['in_flight']:,}",
             f"{stats['failures'][direction]:,}",
         )
-    return [hits, tiers, copies]
+    brought = stats["prefetch"]
+    names = ("issued", "used", "wasted", "late")
+    prefetch = Table(*(f"prefetched: {name}" for name in names))
+    prefetch.add_row(*(f"{brought[f'{name}_blocks']:,}" for name in names))
+    return [hits, tiers, copies, prefetch]
