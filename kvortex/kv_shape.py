@@ -28,6 +28,8 @@ _ELEMENT_BYTES = {
     "fp8_e5m2": 1,
     "fp8_inc": 1,
 }
+KV_DTYPES = tuple(_ELEMENT_BYTES)
+"""What `dtype` and `kv_cache_dtype` may be here."""
 _WRAPPERS = ("text_config", "language_config", "llm_config")
 # Each of these, when set, changes what is kept per layer in a way this module does not work out.
 _REFUSED_KEYS = (
@@ -120,6 +122,17 @@ class KVShape:
         """Bytes one conversation of `tokens` tokens needs on the whole server, cut to the sliding windows."""
         layer_tokens = self.full_layers * tokens + self.sliding_layers * min(tokens, self.sliding_window)
         return tp * self.layer_bytes_per_token(tp) * layer_tokens
+
+    def tokens_that_fit(self, num_bytes: int, tp: int = 1) -> int | None:
+        """The longest conversation whose KV takes `num_bytes` on the whole server; None where every length does: all
+        layers slide, and their windows fit."""
+        layer_bytes = tp * self.layer_bytes_per_token(tp)
+        tokens = num_bytes // (layer_bytes * self.layers)
+        if not self.sliding_layers or tokens <= self.sliding_window:
+            return tokens
+        if not self.full_layers:
+            return None
+        return (num_bytes // layer_bytes - self.sliding_layers * self.sliding_window) // self.full_layers
 
 
 def read_kv_shape(

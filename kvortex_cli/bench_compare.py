@@ -13,7 +13,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from kvortex_cli.bench_load import (
     LOAD,
@@ -32,6 +31,7 @@ from kvortex_cli.bench_load import (
     Vocab,
     vocabulary,
 )
+from kvortex_cli.completion import TakesVllmOptions, complete_setting
 
 if TYPE_CHECKING:
     from kvortex.bench.compare import EngineResult, Limits
@@ -46,14 +46,14 @@ _EXIT_INTERRUPTED: Final = 130
 _OF_SERVE: Final = frozenset({"--config", "-c", "--set", "--help", "-h"})
 
 
-class CompareCommand(TyperCommand):
+class CompareCommand(TakesVllmOptions):
     """Takes its own options out first, and vLLM's out of the rest: some have the same name, such as --seed."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def own_arguments(self, ctx: Any, args: list[str]) -> list[str]:
         before = args[: args.index("--")] if "--" in args else args
         if "--help" in before or "-h" in before:
-            return super().parse_args(ctx, ["--help"])
-        from kvortex.config.arguments import split_arguments
+            return ["--help"]
+        from kvortex.config.arguments import option_names, split_arguments
         from kvortex.config.names import nearest
         from kvortex.errors import ConfigError
 
@@ -63,12 +63,12 @@ class CompareCommand(TyperCommand):
         try:
             arguments = split_arguments(rest)
         except ConfigError as error:
-            close = nearest(str(error.place), flags)
-            if close is None or "no such option" not in error.message:
+            close = nearest(str(error.place), [*flags, *option_names()])
+            if close not in flags or "no such option" not in error.message:
                 raise
             raise ConfigError(error.place, "there is no such option", hint=f"did you mean {close}?") from None
         ctx.meta[_ARGUMENTS] = arguments
-        return super().parse_args(ctx, own + arguments.own)
+        return own + arguments.own
 
 
 def take_options(arguments: Sequence[str], flags: dict[str, bool]) -> tuple[list[str], list[str]]:
@@ -104,7 +104,12 @@ def bench_compare(
     config: Annotated[str | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file to read.")] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as kv_cache.ram_cache_size=64GB."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            autocompletion=complete_setting,
+            help="One setting, such as kv_cache.ram_cache_size=64GB.",
+        ),
     ] = None,
     engines: Annotated[
         str, typer.Option("--engines", metavar="LIST", help="What to compare, in this order.")

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from kvortex_cli.replay_options import BlockSize, Html, KvCacheDtype, PrefillSpeed, Trace, Vram, WarmUp
+
 if TYPE_CHECKING:
     from kvortex.replay.simulator import ReplayResult
-    from kvortex.replay.trace import TracedRequest
+    from kvortex_cli.replay_options import Replayed
 
 _DEFAULT_POLICIES: Final = ("lru", "belady", "default")
+_COLUMNS: Final = (
+    "RAM",
+    "policy",
+    "hit rate",
+    "tokens from VRAM",
+    "from RAM",
+    "prefill saved by RAM",
+    "stored",
+    "loaded",
+    "replay",
+)
 
 
 def bench_replay(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Requests as JSON lines, .gz or not, as Mooncake's.")],
+    trace: Trace,
     model: Annotated[
         str, typer.Option("--model", metavar="MODEL", help="Whose KV: llama-3.1-8b, ..., a directory or a Hub name.")
     ] = "llama-3.1-8b",
+    kv_cache_dtype: KvCacheDtype = "auto",
     ram: Annotated[
         list[str] | None,
         typer.Option("--ram", metavar="SIZE", help="RAM for blocks; may be repeated. [default: 128GiB]"),
     ] = None,
-    vram: Annotated[
-        str, typer.Option("--vram", metavar="SIZE", help="VRAM for blocks in front of it, as an LRU; 0 is none.")
-    ] = "0",
+    vram: Vram = "0",
+    block_size: BlockSize = None,
     policies: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,7 +49,10 @@ def bench_replay(
             "[default: lru, belady, default]",
         ),
     ] = None,
+    prefill_speed: PrefillSpeed = None,
+    warm_up: WarmUp = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    html: Html = None,
 ) -> None:
     """Play a trace of requests through the cache's index and eviction policies, with no GPU and no model.
 
@@ -45,21 +60,29 @@ def bench_replay(
 
     Example: kvortex bench replay trace.jsonl.gz --ram 128GiB --ram 512GiB --policy lru --policy adaptive
     """
-    from kvortex.replay.token_sizes import token_bytes
-    from kvortex.replay.trace import load_trace
+    from kvortex_cli.bench_load import check_writable
+    from kvortex_cli.replay_options import check_room, parsed_size, read_replayed
 
     names = _checked_policies(policies or _DEFAULT_POLICIES)
-    ram_sizes = [_size("--ram", text) for text in dict.fromkeys(ram or ["128GiB"])]
-    has_vram = re.fullmatch(r"0+ *[KMGTP]?i?B?", vram.strip()) is None
-    vram_bytes = _size("--vram", vram) if has_vram else 0
-    bytes_a_token = token_bytes(model)
-    _check_room(ram_sizes, bytes_a_token, model)
-    requests = load_trace(trace)
-    results = _play(requests, names, ram_sizes, vram_bytes, bytes_a_token)
+    ram_sizes = [parsed_size("--ram", text) for text in dict.fromkeys(ram or ["128GiB"])]
+    check_writable(html)
+    replayed = read_replayed(
+        trace,
+        model=model,
+        kv_cache_dtype=kv_cache_dtype,
+        vram=vram,
+        block_size=block_size,
+        prefill_speed=prefill_speed,
+        warm_up=warm_up,
+    )
+    check_room(ram_sizes, replayed)
+    results = _play(replayed, names, ram_sizes)
+    if html is not None:
+        _write_page(html, replayed, results)
     if as_json:
-        _print_json(trace, model, bytes_a_token, requests, results)
+        _print_json(replayed, results)
     else:
-        _print_table(trace, model, requests, results)
+        _print_table(replayed, results)
 
 
 def _checked_policies(names: Sequence[str]) -> list[str]:
@@ -79,32 +102,7 @@ def _checked_policies(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _size(option: str, text: str) -> int:
-    from kvortex.errors import UsageError
-    from kvortex.sizes import BadValueError, parse_size
-
-    try:
-        return parse_size(text)
-    except BadValueError as bad:
-        raise UsageError(f"{option}: {bad.message}", hint=bad.hint) from None
-
-
-def _check_room(ram_sizes: Sequence[int], bytes_a_token: int, model: str) -> None:
-    from kvortex.errors import UsageError
-    from kvortex.replay.trace import BLOCK_TOKENS
-
-    block_bytes = BLOCK_TOKENS * bytes_a_token
-    for size in ram_sizes:
-        if size < block_bytes:
-            raise UsageError(
-                f"--ram {size} is less than one block: {BLOCK_TOKENS} tokens of {model} are {block_bytes:,} bytes",
-                hint="a size is a number and a unit, such as 128GiB",
-            )
-
-
-def _play(
-    requests: Sequence[TracedRequest], names: Sequence[str], ram_sizes: Sequence[int], vram_bytes: int, per_token: int
-) -> list[ReplayResult]:
+def _play(replayed: Replayed, names: Sequence[str], ram_sizes: Sequence[int]) -> list[ReplayResult]:
     from kvortex.replay.simulator import replay
     from kvortex.sizes import format_bytes
     from kvortex_cli.console import report
@@ -112,54 +110,91 @@ def _play(
     results = []
     for size in ram_sizes:
         for name in names:
-            report("bench", f"{name}, {format_bytes(size)} of RAM, {len(requests):,} requests")
-            results.append(replay(requests, name, ram_bytes=size, vram_bytes=vram_bytes, token_bytes=per_token))
+            report("bench", f"{name}, {format_bytes(size)} of RAM, {len(replayed.requests):,} requests")
+            results.append(
+                replay(
+                    replayed.requests,
+                    name,
+                    ram_bytes=size,
+                    vram_bytes=replayed.vram_bytes,
+                    token_bytes=replayed.model.token_bytes,
+                    prefill=replayed.prefill,
+                    warm_up=replayed.warm_up,
+                )
+            )
     return results
 
 
-def _print_json(
-    trace: Path, model: str, bytes_a_token: int, requests: Sequence[TracedRequest], results: Sequence[ReplayResult]
-) -> None:
+def _print_json(replayed: Replayed, results: Sequence[ReplayResult]) -> None:
     import json
     from dataclasses import asdict
 
     from kvortex import __version__
     from kvortex.bench.conditions import read_hardware
-    from kvortex.replay.trace import BLOCK_TOKENS
 
     document: dict[str, Any] = {
         "benchmark": "replay",
         "kvortex": __version__,
-        "trace": str(trace),
-        "requests": len(requests),
-        "model": model,
-        "token_bytes": bytes_a_token,
-        "block_tokens": BLOCK_TOKENS,
+        "trace": str(replayed.trace),
+        "requests": len(replayed.requests),
+        "model": replayed.model.name,
+        "token_bytes": replayed.model.token_bytes,
+        "block_tokens": replayed.block_tokens,
+        "warm_up": replayed.warm_up,
+        "prefill": replayed.prefill.source if replayed.prefill is not None else None,
         "hardware": asdict(read_hardware()),
         "results": [asdict(result) for result in results],
     }
     print(json.dumps(document, indent=2))
 
 
-def _print_table(trace: Path, model: str, requests: Sequence[TracedRequest], results: Sequence[ReplayResult]) -> None:
-    from rich.table import Table
+def _title(replayed: Replayed) -> str:
+    return (
+        f"{replayed.trace.name}, {len(replayed.requests):,} requests in blocks of {replayed.block_tokens} tokens, "
+        f"{replayed.model.name}; hits after the first {replayed.warm_up:.0%}"
+    )
 
+
+def _cells(results: Sequence[ReplayResult]) -> list[tuple[str, ...]]:
     from kvortex.sizes import format_bytes
-    from kvortex_cli.console import stdout
+    from kvortex_cli.replay_options import shown_saving
 
-    title = f"{trace.name}, {len(requests):,} requests, {model}; hits of the last half"
-    table = Table(title=title, title_justify="left")
-    for column in ("RAM", "policy", "hit rate", "tokens from VRAM", "from RAM", "stored", "loaded", "replay"):
-        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
-    for result in results:
-        table.add_row(
+    return [
+        (
             format_bytes(result.ram_bytes),
             result.policy if result.policy == result.eviction_policy else f"default: {result.eviction_policy}",
             f"{result.hit_rate:.2%}",
             f"{result.vram_hit_tokens:,}",
             f"{result.ram_hit_tokens:,}",
+            shown_saving(result.prefill_saved_s, result.prefill_s),
             format_bytes(result.bytes_stored),
             format_bytes(result.bytes_loaded),
             f"{result.seconds:.1f} s",
         )
+        for result in results
+    ]
+
+
+def _print_table(replayed: Replayed, results: Sequence[ReplayResult]) -> None:
+    from rich.table import Table
+
+    from kvortex_cli.console import stdout
+
+    table = Table(title=_title(replayed), title_justify="left")
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
+    for cells in _cells(results):
+        table.add_row(*cells)
     stdout().print(table)
+    if replayed.prefill is not None:
+        print(f"prefill: {replayed.prefill.source}; the time of the loads is not subtracted")
+
+
+def _write_page(html: Path, replayed: Replayed, results: Sequence[ReplayResult]) -> None:
+    from kvortex.bench.replay_page import replay_page
+    from kvortex_cli.console import report
+    from kvortex_cli.replay_options import conditions
+
+    page = replay_page(_title(replayed), _COLUMNS, _cells(results), results, conditions(replayed))
+    html.write_text(page, encoding="utf-8")
+    report("bench", f"wrote {html}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -10,6 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvortex_cli.checks.finding import Finding
+
+_FORMAT: Final = 1
+"""Of --json: grows when a key changes its meaning or goes; docs/doctor.md."""
 
 
 def doctor(
@@ -29,49 +33,81 @@ def doctor(
     tokens or keys: the output can go into an issue as it is.
 
     vLLM's cpu_offload_gb is something else: it moves weights to host RAM, not KV.
+
+    Example: kvortex doctor --model meta-llama/Llama-3.1-8B-Instruct
     """
     import os
 
     from kvortex_cli.checks.finding import Status
 
-    findings = examine(model, config, os.environ)
+    examination = examine(model, config, os.environ)
     if as_json:
-        _print_json(findings)
+        _print_json(examination)
     else:
-        _print_table(findings)
-    return 1 if any(finding.status is Status.FAIL for finding in findings) else 0
+        _print_table(examination.findings)
+    return 1 if any(finding.status is Status.FAIL for finding in examination.findings) else 0
 
 
-def examine(model: str | None, config: str | None, environ: Mapping[str, str]) -> list[Finding]:
-    """All findings; raises ConfigError when the configuration itself is wrong."""
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """
+    Attributes:
+        model: what is known of the model as numbers; None where none is named.
+    """
+
+    findings: list[Finding]
+    model: dict[str, Any] | None = None
+
+
+def examine(model: str | None, config: str | None, environ: Mapping[str, str]) -> Examination:
+    """All findings, naming nobody; raises ConfigError when the configuration itself is wrong."""
+    from kvortex_cli.checks.anonymous import anonymous
+
+    examination = _examine(model, config, environ)
+    findings = [
+        replace(f, value=anonymous(f.value, environ), fix=anonymous(f.fix, environ)) for f in examination.findings
+    ]
+    return replace(examination, findings=findings)
+
+
+def _examine(model: str | None, config: str | None, environ: Mapping[str, str]) -> Examination:
+    from kvortex.config.checks import uses_cumem
     from kvortex.config.resolve import CommandLine, resolve
     from kvortex_cli.checks.facts import gather, machine_findings, try_out
     from kvortex_cli.checks.model import check_config, check_model
 
     facts = gather(environ)
     if model is None and config is None:
-        return machine_findings(try_out(facts), ram_cache_bytes=None, uses_cumem=False)
+        return Examination(machine_findings(try_out(facts), ram_cache_bytes=None, uses_cumem=False))
     # A wrong file is told before anything is tried.
     resolved = resolve(CommandLine(model, config), environ, facts.for_config, require_model=False)
     facts = try_out(facts)
     size = resolved.kv_cache.ram_cache_size if resolved.uses_kvortex else None
-    cumem = any(resolved.vllm_value(name, False) for name in ("enable_cumem_allocator", "enable_sleep_mode"))
-    return [
-        *machine_findings(facts, ram_cache_bytes=size, uses_cumem=cumem),
+    of_model = check_model(resolved, facts.gpus.gpus)
+    findings = [
+        *machine_findings(facts, ram_cache_bytes=size, uses_cumem=uses_cumem(resolved)),
         *check_config(resolved, facts.for_config, facts.vllm, config),
-        *check_model(resolved, facts.gpus.gpus),
+        *of_model.findings,
     ]
+    return Examination(findings, of_model.data)
 
 
-def _print_json(findings: list[Finding]) -> None:
+def _print_json(examination: Examination) -> None:
     import json
 
     from kvortex import __version__
     from kvortex_cli.checks.finding import Status
 
+    findings = examination.findings
     counts = {status.value: sum(finding.status is status for finding in findings) for status in Status}
     shown = [{"check": f.check, "status": f.status.value, "value": f.value, "fix": f.fix or None} for f in findings]
-    print(json.dumps({"findings": shown, "summary": {"kvortex": __version__, **counts}}, indent=2))
+    document = {
+        "format": _FORMAT,
+        "findings": shown,
+        "model": examination.model,
+        "summary": {"kvortex": __version__, **counts},
+    }
+    print(json.dumps(document, indent=2))
 
 
 def _print_table(findings: list[Finding]) -> None:

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from kvortex.hardware import GpuReport, Ram
+    from kvortex.hardware import Gpu, GpuReport, Ram
     from kvortex.kv_shape import KVShape
     from kvortex_cli.sizing import Sizing, Suggestion
 
 
 def init(
-    model: Annotated[str, typer.Argument(help="Model to serve: a Hub name or a directory.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Model to serve: a Hub name or a directory. Optional with --interactive."),
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write.")] = Path(
         "kvortex.yaml"
     ),
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it is there.")] = False,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", "-i", help="Ask for each value, with what suits this machine as default.")
+    ] = False,
 ) -> None:
-    """Write a configuration for MODEL, sized for this machine, with the reason beside each value."""
+    """Write a configuration for MODEL, sized for this machine, with the reason beside each value.
+
+    Example: kvortex init meta-llama/Llama-3.1-8B-Instruct -o kvortex.yaml
+    """
     import shlex
 
     from kvortex.config.vllm_install import installed_vllm
     from kvortex.errors import KVortexError, UnfitError, UsageError
     from kvortex.hardware import read_gpus, read_ram
     from kvortex_cli.console import report
+    from kvortex_cli.interview import ask_model
     from kvortex_cli.sizing import suggest
 
+    _check_output(output, force=force)
+    if model is None and interactive:
+        model = ask_model()
+    if model is None:
+        raise UsageError("no model is named", hint="kvortex init MODEL, or --interactive to be asked")
     if not model.strip() or not model.isprintable():
         raise UsageError(f"{model!r} is no model", hint="give a Hub name (owner/name) or a directory")
-    _check_output(output, force=force)
     try:
         install = installed_vllm()
     except UnfitError:
@@ -44,10 +59,43 @@ def init(
     except KVortexError as error:
         trouble = error.message
         report("warning", f"{error.message}; sizes are chosen without knowing the model", error.hint)
+    sizing = _ask_sizing(model, ram, gpus, shape) if interactive else suggest(ram, gpus, shape)
     file_name = _one_line(shlex.quote(str(output)))
-    text = render(model, suggest(ram, gpus, shape), ram, found if gpus else None, trouble, file_name)
+    text = render(model, sizing, ram, found if gpus else None, trouble, file_name)
     write_new(output, text, force=force)
     report("kvortex", f"wrote {output}; next: kvortex doctor --config {output}")
+
+
+def _ask_sizing(model: str, ram: Ram, gpus: tuple[Gpu, ...], shape: KVShape | None) -> Sizing:
+    """What suits this machine, question by question: an answer may change what is suggested next."""
+    from kvortex.config.machine import MachineFacts
+    from kvortex.sizes import format_bytes
+    from kvortex_cli.interview import Interview
+    from kvortex_cli.sizing import Chosen, suggest
+
+    interview = Interview(model, MachineFacts(ram.usable_bytes, len(gpus) or None))
+    chosen = Chosen()
+
+    def suggested(key: str) -> str:
+        sizing = suggest(ram, gpus, shape, chosen)
+        return next(s.value for s in (*sizing.vllm, *sizing.kv_cache) if s.key == key).strip('"')
+
+    if gpus:
+        question = f"How many of the {len(gpus)} visible GPUs share the model?"
+        answer = interview.ask("tensor_parallel_size", question, suggested("tensor_parallel_size"))
+        chosen = replace(chosen, tensor_parallel_size=int(answer))
+    key = "gpu_memory_utilization"
+    of = "each GPU's memory" if gpus else "RAM, on this machine without a GPU,"
+    answer = interview.ask(key, f"What share of {of} may vLLM take for the model and its KV?", suggested(key))
+    chosen = replace(chosen, gpu_memory_utilization=float(answer))
+    usable = format_bytes(ram.usable_bytes)
+    question = f"How much host RAM for the cache, the whole server? {usable} are usable now."
+    answer = interview.ask("kv_cache.ram_cache_size", question, suggested("ram_cache_size"))
+    chosen = replace(chosen, ram_cache_size=answer)
+    key = "kv_cache.offload_threshold"
+    question = "Copy cold blocks to RAM once this share of VRAM has no copy there? 0 copies every block at once."
+    answer = interview.ask(key, question, suggested("offload_threshold"))
+    return suggest(ram, gpus, shape, replace(chosen, offload_threshold=float(answer)))
 
 
 def _read_shape(model: str) -> KVShape:
@@ -68,7 +116,6 @@ def render(model: str, sizing: Sizing, ram: Ram, report: GpuReport | None, troub
     import json
 
     from kvortex import __version__
-    from kvortex.config.settings import KVCacheSettings
     from kvortex.sizes import format_bytes
     from kvortex_cli.sizing import Suggestion
 
@@ -82,10 +129,8 @@ def render(model: str, sizing: Sizing, ram: Ram, report: GpuReport | None, troub
     ]
     if trouble:
         lines.append(f"# The model's size is not known: {_one_line(trouble)}")
-    threshold = KVCacheSettings.model_fields["offload_threshold"].default
     fixed = (
         Suggestion("backend", '"kvortex"', '"none" serves plain vLLM, to compare with'),
-        Suggestion("offload_threshold", f"{threshold}", "store cold blocks when this share of VRAM has no copy in RAM"),
         Suggestion("prefetch_enabled", "true", "load a conversation's blocks before its next turn needs them"),
     )
     own = sorted((*fixed, *sizing.kv_cache), key=lambda suggestion: _ORDER.index(suggestion.key))

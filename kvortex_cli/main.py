@@ -12,12 +12,12 @@ from kvortex_cli.console import run_reporting_errors
 from kvortex_cli.doctor import doctor
 from kvortex_cli.init import init
 from kvortex_cli.inspect import inspect_command
+from kvortex_cli.plan import plan
 from kvortex_cli.serve import ServeCommand, serve
 
 app = typer.Typer(
     name="kvortex",
     help="Keeps idle conversations' KV cache in host RAM, for vLLM.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -52,6 +52,7 @@ app.command("doctor")(doctor)
 app.command("init")(init)
 app.command("serve", cls=ServeCommand, options_metavar="[OPTIONS] [VLLM OPTIONS]")(serve)
 app.command("inspect")(inspect_command)
+app.command("plan")(plan)
 app.add_typer(bench_app)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
-from typer.core import TyperCommand
+
+from kvortex_cli.completion import TakesVllmOptions, complete_setting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,18 +24,18 @@ _USUAL_FILE: Final = "kvortex.yaml"
 _VLLM_PORT: Final = 8000
 
 
-class ServeCommand(TyperCommand):
+class ServeCommand(TakesVllmOptions):
     """Takes vLLM's options out before click sees them: click would split `-tp` and take `-cc` for `-c c`."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def own_arguments(self, ctx: Any, args: list[str]) -> list[str]:
         before = args[: args.index("--")] if "--" in args else args
         if "--help" in before or "-h" in before:
-            return super().parse_args(ctx, ["--help"])
+            return ["--help"]
         from kvortex.config.arguments import split_arguments
 
         arguments = split_arguments(args)
         ctx.meta[_ARGUMENTS] = arguments
-        return super().parse_args(ctx, arguments.own)
+        return arguments.own
 
 
 def serve(
@@ -46,7 +47,12 @@ def serve(
     config: Annotated[str | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file to read.")] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as kv_cache.ram_cache_size=64GB."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            autocompletion=complete_setting,
+            help="One setting, such as kv_cache.ram_cache_size=64GB.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -62,6 +68,8 @@ def serve(
 
     kv_cache.ram_cache_size is for the whole server, split over its GPUs. It is not vLLM's --cpu-offload-gb,
     which moves weights, not KV.
+
+    Example: kvortex serve meta-llama/Llama-3.3-70B-Instruct -tp 2 --set kv_cache.ram_cache_size=128GB
     """
     from kvortex.config.resolve import CommandLine
     from kvortex.errors import UsageError
@@ -78,7 +86,7 @@ def serve(
 
 def _show(command_line: CommandLine, environment: Mapping[str, str], *, as_json: bool) -> None:
     """Prints what would be served; what this machine lacks for it is a warning, so it works on a laptop."""
-    from kvortex.config.checks import problems
+    from kvortex.config.checks import allocator_problem, problems
     from kvortex.config.resolve import resolve
     from kvortex.config.vllm_install import installed_vllm, required_vllm
     from kvortex.errors import UnfitError
@@ -93,17 +101,18 @@ def _show(command_line: CommandLine, environment: Mapping[str, str], *, as_json:
         required_vllm()
     except UnfitError as unfit:
         report("warning", unfit.message, unfit.hint)
-    for problem in problems(resolved, machine, install):
+    for problem in filter(None, (allocator_problem(resolved, environment), *problems(resolved, machine, install))):
         report("warning", problem.message, problem.hint)
     (print_json if as_json else print_table)(resolved, environment)
 
 
 def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoReturn:
     """Checks what would fail late, then becomes the server."""
-    from kvortex.config.checks import problems
+    from kvortex.config.checks import allocator_problem, find_model, problems, shared_memory_problem
     from kvortex.config.command_line import vllm_command
     from kvortex.config.resolve import resolve
     from kvortex.config.vllm_install import installed_vllm, required_vllm
+    from kvortex.hardware.memory import read_shared_memory
     from kvortex_cli.console import report
 
     machine = _machine(installed_vllm())
@@ -111,9 +120,18 @@ def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoRetur
     _note_unused_file(command_line, environment)
     install = required_vllm()
     command = vllm_command(resolved, environment)
-    for problem in problems(resolved, machine, install):
-        raise problem
     _check_port(resolved)
+    shm = read_shared_memory()
+    early = (
+        allocator_problem(resolved, environment),
+        shared_memory_problem(resolved, install, shm.free_bytes if shm is not None else None, environment),
+        *problems(resolved, machine, install),
+    )
+    for problem in filter(None, early):
+        raise problem
+    # Last: it may ask the Hub.
+    for problem in problems(resolved, machine, install, find_model(resolved, environment)):
+        raise problem
     report("kvortex", f"serving {resolved.model.value if resolved.model else ''} {_in_short(resolved, install)}")
     sys.stdout.flush()
     sys.stderr.flush()

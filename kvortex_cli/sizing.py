@@ -10,13 +10,14 @@ from kvortex.config.settings import KVCacheSettings, default_ram_cache_size
 from kvortex.hardware.gpu import Gpu
 from kvortex.hardware.memory import Ram
 from kvortex.kv_shape import KVShape
-from kvortex.sizes import format_bytes
+from kvortex.sizes import format_bytes, parse_size
 
 _UTILIZATION = 0.85
 _CONVERSATION_TOKENS = 8192
 # On vLLM's CPU build, weights, KV pool and cache share one RAM.
 _CPU_CACHE_SHARE = 0.25
 _CPU_SERVER_SHARE = 0.4
+_YOURS = "your choice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +37,42 @@ class Sizing:
     kv_cache: tuple[Suggestion, ...]
 
 
-def suggest(ram: Ram, gpus: Sequence[Gpu], shape: KVShape | None) -> Sizing:
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the user has decided; None leaves it to the machine.
+
+    Attributes:
+        ram_cache_size: as written, such as 50%.
+    """
+
+    tensor_parallel_size: int | None = None
+    gpu_memory_utilization: float | None = None
+    ram_cache_size: str | None = None
+    offload_threshold: float | None = None
+
+
+def suggest(ram: Ram, gpus: Sequence[Gpu], shape: KVShape | None, chosen: Chosen | None = None) -> Sizing:
     """Sizes for serving on all of these GPUs, or without any on vLLM's CPU build.
 
     Args:
         shape: of the model; None when its configuration could not be read.
     """
-    tp, why_tp = _tensor_parallel_size(len(gpus), shape)
-    utilization, why_utilization = _utilization(ram, gpus[:tp])
-    size, why_size = _ram_cache_size(ram, has_gpu=bool(gpus))
-    block_size, streams = (KVCacheSettings.model_fields[key].default for key in ("block_size", "num_streams"))
+    chosen = chosen or Chosen()
+    tp, why_tp = chosen.tensor_parallel_size, _YOURS
+    if tp is None:
+        tp, why_tp = _tensor_parallel_size(len(gpus), shape)
+    utilization, why_utilization = chosen.gpu_memory_utilization, f"{_YOURS}: share of each GPU for vLLM"
+    if utilization is None:
+        utilization, why_utilization = _utilization(ram, gpus[:tp])
+    if chosen.ram_cache_size is None:
+        size, why_size = _ram_cache_size(ram, has_gpu=bool(gpus))
+    else:
+        size = parse_size(chosen.ram_cache_size, of=ram.usable_bytes)
+        why_size = f"{_YOURS}, {format_bytes(size)} of the {format_bytes(ram.usable_bytes)} usable now"
+    block_size, streams, threshold = (
+        KVCacheSettings.model_fields[key].default for key in ("block_size", "num_streams", "offload_threshold")
+    )
+    threshold = threshold if chosen.offload_threshold is None else chosen.offload_threshold
     why_block = "tokens; long copies use the link well"
     if shape is not None:
         block_bytes = shape.bytes_per_block(block_size, tp)
@@ -56,10 +83,15 @@ def suggest(ram: Ram, gpus: Sequence[Gpu], shape: KVShape | None) -> Sizing:
     return Sizing(
         vllm=(
             Suggestion("tensor_parallel_size", str(tp), why_tp),
-            Suggestion("gpu_memory_utilization", f"{utilization:.2f}", why_utilization),
+            Suggestion("gpu_memory_utilization", f"{utilization:.4g}", why_utilization),
         ),
         kv_cache=(
-            Suggestion("ram_cache_size", f'"{size_text(size)}"', f"the whole server: {why_size}"),
+            Suggestion(
+                "offload_threshold", f"{threshold:g}", "store cold blocks when this share of VRAM has no copy in RAM"
+            ),
+            Suggestion(
+                "ram_cache_size", f'"{chosen.ram_cache_size or size_text(size)}"', f"the whole server: {why_size}"
+            ),
             Suggestion(
                 "num_streams",
                 str(streams),

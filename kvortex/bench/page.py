@@ -40,32 +40,39 @@ _BAR_SHARE: Final = 78
 def page(report: Report) -> str:
     """The whole page: the numbers first, then plots, notes and the conditions."""
     measured = [row for row in report.rows if row.figures.output_tokens_per_s is not None]
-    parts = [
-        f"<h1>{escape(report.title)}</h1>",
-        _table(report.rows),
-        _section("Notes", _list(report.notes)) if report.notes else "",
-        _section("Output tokens per second", _bars(measured, lambda row: row.figures.output_tokens_per_s, _number)),
-        _section("Time to first token, median", _bars(measured, lambda row: row.figures.ttft_p50_s, _ms)),
-        _section("Time to first token, 99th percentile", _bars(measured, lambda row: row.figures.ttft_p99_s, _ms)),
-        _section("Where prompt tokens came from", _sources(measured)),
-        _section("Median time to first token, turn by turn", _lines(measured)),
-        _section("Conditions", _definitions(report.conditions)),
-    ]
+    return document(
+        report.title,
+        [
+            table(COLUMNS, [row.cells for row in report.rows]),
+            section("Notes", _list(report.notes)) if report.notes else "",
+            section("Output tokens per second", _bars(measured, lambda row: row.figures.output_tokens_per_s, _number)),
+            section("Time to first token, median", _bars(measured, lambda row: row.figures.ttft_p50_s, _ms)),
+            section("Time to first token, 99th percentile", _bars(measured, lambda row: row.figures.ttft_p99_s, _ms)),
+            section("Where prompt tokens came from", _sources(measured)),
+            section("Median time to first token, turn by turn", _turns(measured)),
+            section("Conditions", definitions(report.conditions)),
+        ],
+    )
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page of these parts; empty ones are left out."""
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(report.title)}</title><style>{_STYLE}</style>"
+        f"<title>{escape(title)}</title><style>{_STYLE}</style>"
     )
-    body = "\n".join(part for part in parts if part)
+    body = "\n".join(part for part in [f"<h1>{escape(title)}</h1>", *parts] if part)
     return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
 
 
-def _section(title: str, content: str) -> str:
+def section(title: str, content: str) -> str:
+    """A part with a heading; empty where it has no content."""
     return f"<h2>{escape(title)}</h2>\n{content}" if content else ""
 
 
-def _table(rows: Sequence[Row]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row.cells) + "</tr>" for row in rows)
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
@@ -73,7 +80,7 @@ def _list(items: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(item)}</li>" for item in items) + "</ul>"
 
 
-def _definitions(pairs: Iterable[tuple[str, str]]) -> str:
+def definitions(pairs: Iterable[tuple[str, str]]) -> str:
     return "<dl>" + "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in pairs) + "</dl>"
 
 
@@ -115,7 +122,7 @@ def _stacked(name: str, tokens: PromptTokens, y: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Plot:
-    """A drawing of lines over turns, in the units of its viewBox."""
+    """A drawing of lines, in the units of its viewBox."""
 
     width: int = 340
     height: int = 190
@@ -131,28 +138,42 @@ class _Plot:
         return self.height - self.bottom - value / largest * (self.height - self.top - self.bottom)
 
 
-def _lines(rows: Sequence[Row]) -> str:
-    rows = [row for row in rows if sum(value is not None for value in row.turns) > 1]
-    largest = max((value for row in rows for value in row.turns if value is not None), default=0.0)
+def _turns(rows: Sequence[Row]) -> str:
+    series = [(row.name, row.turns) for row in rows if sum(value is not None for value in row.turns) > 1]
+    count = max((len(values) for _, values in series), default=0)
+    return line_plot(series, [f"turn {index + 1}" for index in range(count)], _ms)
+
+
+def line_plot(
+    series: Sequence[tuple[str, Sequence[float | None]]], places: Sequence[str], shown: Callable[[float], str]
+) -> str:
+    """Lines from 0 up, told apart by dashes and marks; empty where there is nothing above 0.
+
+    Args:
+        series: each line's name and its value at each place.
+        places: names under the axis, left to right.
+        shown: a value as text, for the axis.
+    """
+    largest = max((value for _, values in series for value in values if value is not None), default=0.0)
     if largest <= 0:
         return ""
-    plot, count = _Plot(), max(len(row.turns) for row in rows)
+    plot = _Plot()
     ticks = []
     for share in (0.0, 0.5, 1.0):
         y = plot.y(share, 1)
         ticks.append(f'<line class="axis" x1="{plot.left}" x2="{plot.width}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        ticks.append(f'<text x="{plot.left - 4}" y="{y + 4:.1f}" text-anchor="end">{_ms(share * largest)}</text>')
-    for index in range(count):
-        x = plot.x(index, count)
-        ticks.append(f'<text x="{x:.1f}" y="{plot.height - 6}" text-anchor="middle">turn {index + 1}</text>')
-    lines = [_line(plot, row, number, count, largest) for number, row in enumerate(rows)]
-    legend = ", ".join(f"{_MARKS[number % len(_MARKS)]} {row.name}" for number, row in enumerate(rows))
+        ticks.append(f'<text x="{plot.left - 4}" y="{y + 4:.1f}" text-anchor="end">{shown(share * largest)}</text>')
+    for index, place in enumerate(places):
+        x = plot.x(index, len(places))
+        ticks.append(f'<text x="{x:.1f}" y="{plot.height - 6}" text-anchor="middle">{escape(place)}</text>')
+    lines = [_line(plot, values, number, len(places), largest) for number, (_, values) in enumerate(series)]
+    legend = ", ".join(f"{_MARKS[number % len(_MARKS)]} {name}" for number, (name, _) in enumerate(series))
     svg = f'<svg viewBox="0 0 {plot.width} {plot.height}" class="plot" role="img">'
     return f"<p>{escape(legend)}</p>{svg}{''.join([*ticks, *lines])}</svg>"
 
 
-def _line(plot: _Plot, row: Row, number: int, count: int, largest: float) -> str:
-    points = [(plot.x(i, count), plot.y(value, largest)) for i, value in enumerate(row.turns) if value is not None]
+def _line(plot: _Plot, values: Sequence[float | None], number: int, count: int, largest: float) -> str:
+    points = [(plot.x(i, count), plot.y(value, largest)) for i, value in enumerate(values) if value is not None]
     dash, mark = _DASHES[number % len(_DASHES)], _MARKS[number % len(_MARKS)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     marks = "".join(f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle">{mark}</text>' for x, y in points)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from kvortex.cache.key_table import KeyTable
 from kvortex.cache.policies.base import BlockInfo, EvictionPolicy
 from kvortex.cache.slots import Completed, KeyState, RefusalReason, Refused, Reservation, Room, SlotState
+from kvortex.cache.usage import SlotUsage
 from kvortex.keys import BlockKey
 
 __all__ = ["BlockIndex", "Completed", "KeyState", "RefusalReason", "Refused", "Reservation", "Room", "SlotState"]
@@ -38,13 +39,17 @@ class BlockIndex:
         num_slots: at least 1.
         policy: made for `num_slots`, and this index's alone.
         namespace: digest of what all keys here belong to.
+        usage: made for `num_slots`; told when blocks are stored and asked for.
     """
 
-    def __init__(self, num_slots: int, policy: EvictionPolicy, *, namespace: bytes = b"") -> None:
+    def __init__(
+        self, num_slots: int, policy: EvictionPolicy, *, namespace: bytes = b"", usage: SlotUsage | None = None
+    ) -> None:
         assert num_slots > 0, num_slots
         assert len(policy) == 0, f"a policy with {len(policy)} slots belongs to another index"
         self.num_slots = num_slots
         self.namespace = namespace
+        self.usage = usage
         self.evictions = 0
         """Blocks given up for others so far."""
         self._policy = policy
@@ -75,12 +80,20 @@ class BlockIndex:
 
     def absent(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Those of `keys` that are neither READY nor WRITING: what is left to store."""
-        writing = self._writing
-        return [key for key in self._ready.missing(keys) if key not in writing]
+        writing, missing = self._writing, self._ready.missing(keys)
+        return [key for key in missing if key not in writing] if writing else missing
 
     def slot_state(self, slot: int) -> SlotState:
         self._assert_in_range([slot])
         return SlotState(self._states[slot])
+
+    def slot_states(self) -> bytes:
+        """A SlotState a slot, at one moment. Any thread; a copy of one byte a slot."""
+        return bytes(self._states)
+
+    def key_at(self, slot: int) -> BlockKey | None:
+        """The key in a slot, if there is one now. Any thread."""
+        return self._keys[slot] or None
 
     def key_of(self, slot: int) -> BlockKey:
         """The key of a WRITING or READY slot."""
@@ -177,7 +190,10 @@ class BlockIndex:
         """
         self._assert_in_range(slots)
         states = self._states
-        self._policy.used([slot for slot in slots if states[slot] == _READY])
+        ready = [slot for slot in slots if states[slot] == _READY]
+        self._policy.used(ready)
+        if self.usage is not None:
+            self.usage.used(ready)
 
     # ---- storing: a reservation and its end
 
@@ -226,6 +242,14 @@ class BlockIndex:
         evicted = self._give_up(victims)
         return Room(tuple(key for key in keys if key not in declined), tuple(evicted))
 
+    def give_up(self, slots: Sequence[int]) -> list[BlockKey]:
+        """Frees READY slots without a pin that the caller has chosen, and returns the keys that they had: blocks that
+        another tier holds too. The policy hears of it as of any removal, not as of a choice of its own."""
+        self._assert_ready(slots)
+        keys = self._give_up(list(slots))
+        self._policy.removed(slots)
+        return keys
+
     def publish(self, slots: Sequence[int]) -> Completed:
         """The bytes in these slots are complete: WRITING ones are READY, DOOMED ones FREE.
 
@@ -239,6 +263,8 @@ class BlockIndex:
         keys = [self._keys[slot] for slot in written]
         self._ready.add(keys, written)
         self._policy.admitted(written, BlockInfo(keys, [self._positions[slot] for slot in written]))
+        if self.usage is not None:
+            self.usage.stored(written)
         self._release(doomed)
         return Completed(len(written), len(doomed), len(slots) - len(written) - len(doomed))
 
@@ -308,7 +334,8 @@ class BlockIndex:
         self._assert_ready(victims)
         distinct = len(set(victims))
         assert distinct == len(victims), f"the policy gave up {distinct} slots, not {len(victims)}"
-        pinned = self._pins.keys() & victims
+        pins = self._pins
+        pinned = [slot for slot in victims if slot in pins] if pins else []
         assert not pinned, f"the policy gave up {len(pinned)} pinned slots: {sorted(pinned)[:8]}"
         evicted = [self._keys[slot] for slot in victims]
         self._ready.remove(evicted)

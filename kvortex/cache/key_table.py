@@ -62,6 +62,18 @@ class KeyTable:
         for key, slot in zip(keys, slots, strict=True):
             shards[key[0]][key] = slot
 
+    def replace(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> list[int | None]:
+        """Files keys that are here anew, under these very key objects. Returns the slot that each had; None for a key
+        that is not here, which is left out."""
+        shards = self._shards
+        before = [shards[key[0]].pop(key, None) for key in keys]
+        self._size -= len(keys) - before.count(None)
+        if None in before:
+            here = [i for i, had in enumerate(before) if had is not None]
+            keys, slots = [keys[i] for i in here], [slots[i] for i in here]
+        self.add(keys, slots)
+        return before
+
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Removes keys that are here."""
         shards = self._shards

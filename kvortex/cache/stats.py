@@ -1,21 +1,25 @@
 """What the cache has done, as counters that only grow, and as the one document everything shows.
 
 `Ledger` counts; the scheduler side's `snapshot` adds what is true now. Every queried token is counted exactly once,
-when its fate is known: as vram_hit, ram_hit or computed.
+when its fate is known: as vram_hit, ram_hit or computed; and every computed one under one reason.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from kvortex.cache.misses import Miss
 
 
 class Refusal(Enum):
     """Why a block or a load was not moved. Every drop is counted under one of these."""
 
     RAM_PINNED = "ram_pinned"
+    NOT_WORTH = "not_worth"
     SOURCE_REUSED = "source_reused"
     RESET = "reset"
     LAYOUT = "layout"
@@ -48,7 +52,10 @@ class Ledger:
     queried: int = 0
     vram_hit: int = 0
     ram_hit: int = 0
-    computed: int = 0
+    missed: Counter[Miss] = field(default_factory=Counter)
+    prompts: int = 0
+    new_prompts: int = 0
+    seen_tokens: int = 0
     store: TransferCount = field(default_factory=TransferCount)
     load: TransferCount = field(default_factory=TransferCount)
     with_step_blocks: int = 0
@@ -63,13 +70,26 @@ class Ledger:
     refused: Counter[Refusal] = field(default_factory=Counter)
     ignored_answers: int = 0
 
-    def count_tokens(self, *, vram_hit: int, ram_hit: int, computed: int) -> None:
-        """A request's prompt tokens, once, when their fate is known."""
-        assert min(vram_hit, ram_hit, computed) >= 0, (vram_hit, ram_hit, computed)
-        self.queried += vram_hit + ram_hit + computed
+    @property
+    def computed(self) -> int:
+        """Tokens that no tier had: the sum over all reasons."""
+        return self.missed.total()
+
+    def count_tokens(self, *, vram_hit: int, ram_hit: int, missed: Mapping[Miss, int], seen_tokens: int) -> None:
+        """A request's prompt tokens, once, when their fate is known.
+
+        Args:
+            missed: the others, by reason.
+            seen_tokens: of its leading blocks that were seen before, whether or not they are held.
+        """
+        assert min(vram_hit, ram_hit, *missed.values()) >= 0, (vram_hit, ram_hit, missed)
+        self.queried += vram_hit + ram_hit + sum(missed.values())
         self.vram_hit += vram_hit
         self.ram_hit += ram_hit
-        self.computed += computed
+        self.missed.update(missed)
+        self.prompts += 1
+        self.new_prompts += seen_tokens == 0
+        self.seen_tokens += seen_tokens
 
     def as_dict(self) -> dict[str, Any]:
         """The counters in the shape of `/kvortex/stats`."""
@@ -80,6 +100,8 @@ class Ledger:
                 "ram_hit": self.ram_hit,
                 "computed": self.computed,
             },
+            "missed": {reason.value: self.missed[reason] for reason in Miss},
+            "prompts": {"counted": self.prompts, "new": self.new_prompts, "seen_tokens": self.seen_tokens},
             "store": self.store.as_dict(),
             "load": self.load.as_dict() | {"with_step_blocks": self.with_step_blocks},
             "evicted": {

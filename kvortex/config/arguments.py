@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from kvortex.config.names import nearest
 from kvortex.config.option_values import Dotted, from_entry, from_text
+from kvortex.config.redaction import SECRET_OPTIONS
 from kvortex.config.settings import KV_CACHE_KEYS
 from kvortex.config.vllm_options import Kind, ValueType, VllmOption, vllm_options
 from kvortex.config.yaml_file import Entry
@@ -22,6 +23,7 @@ from kvortex.sizes import BadValueError
 
 _WITH_VALUE: Final = ("--config", "-c", "--set")
 _WITHOUT_VALUE: Final = ("--dry-run", "--json", "--help", "-h")
+_SECRET_FLAGS: Final = tuple("--" + name.replace("_", "-") for name in SECRET_OPTIONS)
 _NUMBER: Final = re.compile(r"-[0-9.]")
 
 
@@ -165,28 +167,46 @@ def _find(name: str) -> tuple[VllmOption, str, bool]:
     raise ConfigError(Place(base), "there is no such option", hint=_hint(base))
 
 
-def _hint(name: str) -> str:
+def option_names() -> list[str]:
+    """Every option that `kvortex serve` takes, for a nearest name."""
     options = vllm_options()
     own = [option for option in (*_WITH_VALUE, *_WITHOUT_VALUE) if option.startswith("--")]
     flags = [flag for option in options for flag in (option.flag, *option.short)]
     no_flags = [option.no_flag for option in options if option.kind is Kind.SWITCH]
-    close = nearest(name, [*own, *flags, *no_flags, *("--" + key for key in KV_CACHE_KEYS)])
-    if close is not None and close[2:] in KV_CACHE_KEYS and close not in flags:
+    return [*own, *flags, *no_flags]
+
+
+def _hint(name: str) -> str:
+    names = option_names()
+    close = nearest(name, [*names, *("--" + key for key in KV_CACHE_KEYS)])
+    if close is not None and close[2:] in KV_CACHE_KEYS and close not in names:
         return f"did you mean --set kv_cache.{close[2:]}=...?"
     after = "an option of a newer vLLM goes after --"
     return f"did you mean {close}? ({after})" if close else f"`vllm serve --help=all` lists vLLM's; {after}"
 
 
 def _checked_untouched(arguments: list[str]) -> tuple[str, ...]:
-    """What follows `--`; an option that KVortex knows is refused there: it would override."""
+    """What follows `--`; an option that KVortex knows is refused there: it would override, and a secret would stand on
+    a command line."""
     for argument in arguments:
-        if not argument.startswith("-"):
+        name = argument.partition("=")[0]
+        if not name.startswith("-"):
             continue
+        hint = "put it before --"
+        secret = next((flag for flag in _SECRET_FLAGS if _abbreviates(name, flag)), None)
+        if secret is not None:
+            raise ConfigError(Place(name), f"is short for {secret}, which every user could read there", hint=hint)
         try:
-            option, _, _ = _find(argument.partition("=")[0])
+            option, _, _ = _find(name)
         except UsageError:
             continue
-        raise ConfigError(
-            Place(argument.partition("=")[0]), f'"{option.name}" is a known option', hint="put it before --"
-        )
+        raise ConfigError(Place(name), f'"{option.name}" is a known option', hint=hint)
     return tuple(arguments)
+
+
+def _abbreviates(name: str, flag: str) -> bool:
+    """Whether argparse takes the name for the flag: it, and no other option, begins so."""
+    spelled = name.replace("_", "-")
+    if spelled == flag or not flag.startswith(spelled):
+        return False
+    return sum(option.flag.startswith(spelled) for option in vllm_options()) == 1

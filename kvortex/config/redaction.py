@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 HIDDEN: Final = "***"
@@ -13,6 +14,9 @@ _SECRET_KEY: Final = re.compile(
     re.IGNORECASE,
 )
 _USER_IN_URL: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_SHORTEST_SECRET: Final = 6
+# The working directory, in the environment.
+_NOT_SECRET_VARIABLES: Final = frozenset({"PWD", "OLDPWD"})
 # Names of headers, not headers.
 _NOT_SECRET: Final = frozenset({"allowed_headers"})
 
@@ -34,3 +38,14 @@ def redact(name: str, value: Any) -> Any:
     if isinstance(value, str):
         return _USER_IN_URL.sub(HIDDEN, value)
     return value
+
+
+def hide_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """Text of others, such as an exception's, with *** for what the environment holds as a secret and for the user in a
+    URL."""
+    for name, value in environment.items():
+        # A short value would blot out words that are no secret.
+        is_secret = _SECRET_KEY.search(name) is not None and name not in _NOT_SECRET_VARIABLES
+        if is_secret and len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, HIDDEN)
+    return _USER_IN_URL.sub(HIDDEN, text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -148,6 +149,11 @@ def _config_path(command_line: CommandLine, environment: Mapping[str, str]) -> s
     path = environment.get(CONFIG_VARIABLE)
     if path == "":
         raise ConfigError(Place(CONFIG_VARIABLE), "names no file", hint=f"unset {CONFIG_VARIABLE}")
+    if path is not None and not Path(path).exists():
+        # Whoever set it long ago does not know which file is meant.
+        raise ConfigError(
+            Place(CONFIG_VARIABLE), f"names {path}, and there is no such file", hint="correct or unset it"
+        )
     return path
 
 

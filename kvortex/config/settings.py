@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, model_validator
@@ -20,6 +21,7 @@ MAX_STREAMS: Final = 64
 BLOCK_SIZE_STEP: Final = 16
 _MAX_DEFAULT_RAM_BYTES: Final = 256 * 10**9
 _AVAILABLE_RAM: Final = "available_ram_bytes"
+_MIN_REQUEST_LOG_BYTES: Final = 10**6
 
 
 def default_ram_cache_size(available_ram_bytes: int) -> int:
@@ -73,6 +75,24 @@ def _size(value: Any, info: ValidationInfo) -> int:
     return parse_size(value, of=(info.context or {}).get(_AVAILABLE_RAM))
 
 
+def _path_or_null(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise BadValueError(f"takes a file, or null for none, not {describe(value)}")
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError:
+        raise BadValueError(f"takes a file, and {value!r} names a user that is not there") from None
+
+
+def _log_size(value: Any) -> int:
+    num_bytes = parse_size(value)
+    if num_bytes < _MIN_REQUEST_LOG_BYTES:
+        raise BadValueError(f"{value} is less than a log of requests is of use with", hint="give 1MB or more")
+    return num_bytes
+
+
 def _some_seconds(value: Any) -> float:
     seconds = parse_duration(value)
     if seconds == 0:
@@ -95,6 +115,8 @@ class KVCacheSettings(BaseModel):
         block_size: tokens a block; vLLM's `--block-size`.
         eviction_policy: one of EVICTION_POLICIES.
         transfer_timeout: seconds after which one copy order is given up and counted as failed.
+        request_log: file that gets a line for each request, block hashes only; None for none.
+        request_log_size: bytes that it and the file before it may take together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
@@ -108,8 +130,10 @@ class KVCacheSettings(BaseModel):
     prefetch_enabled: Annotated[bool, BeforeValidator(_switch)] = True
     num_streams: Annotated[int, BeforeValidator(_whole_number(1, MAX_STREAMS))] = 4
     block_size: Annotated[int, BeforeValidator(_whole_number(1, math.inf, BLOCK_SIZE_STEP))] = 128
-    eviction_policy: Annotated[str, BeforeValidator(_one_of(*EVICTION_POLICIES))] = "lru"
+    eviction_policy: Annotated[str, BeforeValidator(_one_of(*EVICTION_POLICIES))] = "adaptive"
     transfer_timeout: Annotated[float, BeforeValidator(_some_seconds)] = 30.0
+    request_log: Annotated[str | None, BeforeValidator(_path_or_null)] = None
+    request_log_size: Annotated[int, BeforeValidator(_log_size)] = 256 * 10**6
 
     @property
     def effective_offload_target(self) -> float:
@@ -207,7 +231,9 @@ def _config_error(key: str, place: Place, error: BadValueError) -> ConfigError:
 
 def shown(key: str, value: Any) -> str:
     """A setting to read: `128 GB` for bytes, `30 s` for seconds."""
-    if key in ("ram_cache_size", "offload_batch"):
+    if value is None:
+        return "null (none)"
+    if key in ("ram_cache_size", "offload_batch", "request_log_size"):
         return format_bytes(value)
     if key in ("idle_after", "transfer_timeout"):
         return f"{value:g} s"

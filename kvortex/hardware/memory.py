@@ -112,6 +112,16 @@ def read_lock_limit() -> LockLimit:
     return LockLimit(soft, hard)
 
 
+def read_oom_kills(root: Path = _ROOT) -> int:
+    """How many processes the kernel has ended for lack of memory: in this process's cgroup and below, where that is
+    counted, else on the machine."""
+    for directory, is_v2 in _memory_cgroups(root):
+        kills = _fields(directory / ("memory.events" if is_v2 else "memory.oom_control")).get("oom_kill")
+        if kills is not None:
+            return kills
+    return _fields(root / "proc/vmstat").get("oom_kill", 0)
+
+
 def _cgroup_limits(root: Path) -> Iterator[CgroupLimit]:
     for directory, is_v2 in _memory_cgroups(root):
         stat = _fields(directory / "memory.stat")

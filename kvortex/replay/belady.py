@@ -32,8 +32,9 @@ class BeladyTier:
             if block not in held:
                 break
             loaded += 1
-        new = [block for block in request.blocks if block not in held]
-        for block, next_use in zip(request.blocks, self._next_uses[self._played], strict=True):
+        blocks = request.all_blocks
+        new = [block for block in blocks if block not in held]
+        for block, next_use in zip(blocks, self._next_uses[self._played], strict=True):
             held[block] = next_use
             heapq.heappush(self._farthest, (-next_use, block))
         self._played += 1
@@ -49,10 +50,11 @@ def next_uses(requests: Sequence[TracedRequest]) -> list[list[int]]:
     """For each block of each request, its next use, as a place in the row of all blocks of all requests."""
     following: dict[int, int] = {}
     answer: list[list[int]] = []
-    place = sum(len(request.blocks) for request in requests)
+    place = sum(len(request.all_blocks) for request in requests)
     for request in reversed(requests):
-        answer.append([following.get(block, _NEVER) for block in request.blocks])
-        place -= len(request.blocks)
-        following.update({block: place + depth for depth, block in enumerate(request.blocks)})
+        blocks = request.all_blocks
+        answer.append([following.get(block, _NEVER) for block in blocks])
+        place -= len(blocks)
+        following.update({block: place + depth for depth, block in enumerate(blocks)})
     answer.reverse()
     return answer

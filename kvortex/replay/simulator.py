@@ -2,7 +2,9 @@
 
 The hit rate is the share of prompt tokens that lead their prompt and are held when it arrives, over the last half of
 the requests: the first half fills the cache. Conventions are those of public simulators of such traces: a prompt's
-last, partial block takes a place and may hit like others, and the tokens of an answer take none.
+last, partial block takes a place and may hit like others, and the tokens of an answer take none. A server's own log
+has complete blocks only, and those of the answers, which take places too. vLLM computes a prompt's last token always:
+a prompt that is held whole hits one block less there than here.
 """
 
 from __future__ import annotations
@@ -12,24 +14,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvortex.cache.policies import DEFAULT_POLICY
+from kvortex.config.settings import KVCacheSettings
 from kvortex.replay.belady import BeladyTier
+from kvortex.replay.prefill import PrefillCost
 from kvortex.replay.tiers import IndexTier, Tier, VramTier
-from kvortex.replay.trace import BLOCK_TOKENS, TracedRequest
+from kvortex.replay.trace import TracedRequest
+from kvortex.replay.two_tiers import TwoTiers
 
 BELADY: Final = "belady"
 DEFAULT: Final = "default"
+WARM_UP: Final = 0.5
+"""Share of the requests that fill the cache before hits are counted."""
+SERVER_DEFAULTS: Final = {name: field.default for name, field in KVCacheSettings.model_fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """One policy at one size. All but `seconds` are over the last half of the requests.
+    """One policy at one size. All but `seconds` are over the requests after the warm-up.
 
     Attributes:
         policy: as asked for.
         eviction_policy: what that stands for.
         hit_rate: hit_tokens of queried_tokens.
         bytes_stored, bytes_loaded: copied to RAM and back.
+        prefill_s: what all prompts take without any hit; None where it is not known.
+        prefill_saved_s: of that, what the tokens found in RAM take; the loads are not subtracted.
         seconds: the whole replay took.
     """
 
@@ -46,6 +55,8 @@ class ReplayResult:
     ram_hit_tokens: int
     bytes_stored: int
     bytes_loaded: int
+    prefill_s: float | None
+    prefill_saved_s: float | None
     seconds: float
 
 
@@ -56,40 +67,55 @@ def replay(
     ram_bytes: int,
     vram_bytes: int,
     token_bytes: int,
-    idle_after_s: float = 30.0,
+    idle_after_s: float = SERVER_DEFAULTS["idle_after"],
+    prefill: PrefillCost | None = None,
+    warm_up: float = WARM_UP,
 ) -> ReplayResult:
-    """One policy, by its name in the configuration, `belady` or `default`.
+    """One policy, by its name in the configuration, `belady`, or `default`, which is the server's.
 
     Args:
-        ram_bytes: at least one block of 512 tokens.
+        requests: at least one, in blocks of one size.
+        ram_bytes: at least one block.
         vram_bytes: 0 for none.
         token_bytes: KV of one token.
+        warm_up: share of the requests that is played before hits are counted.
     """
-    block_bytes = BLOCK_TOKENS * token_bytes
+    block_tokens = requests[0].block_tokens
+    block_bytes = block_tokens * token_bytes
     ram_blocks = ram_bytes // block_bytes
     assert ram_blocks > 0, f"{ram_bytes} bytes of RAM for blocks of {block_bytes}"
-    eviction_policy = DEFAULT_POLICY if policy == DEFAULT else policy
+    eviction_policy = SERVER_DEFAULTS["eviction_policy"] if policy == DEFAULT else policy
     started = time.perf_counter()
-    tier: Tier = (
-        BeladyTier(requests, ram_blocks)
-        if eviction_policy == BELADY
-        else IndexTier(eviction_policy, ram_blocks, idle_after_s=idle_after_s)
-    )
-    vram = VramTier(vram_bytes // block_bytes)
-    first = len(requests) // 2
+    vram_blocks = vram_bytes // block_bytes
+    tier: Tier
+    vram: VramTier | TwoTiers = VramTier(vram_blocks)
+    if eviction_policy == BELADY:
+        tier = BeladyTier(requests, ram_blocks)
+    elif vram_blocks:
+        tier = vram = TwoTiers(
+            eviction_policy, ram_blocks, vram_blocks, block_tokens=block_tokens, idle_after_s=idle_after_s
+        )
+    else:
+        tier = IndexTier(eviction_policy, ram_blocks, idle_after_s=idle_after_s)
+    first = int(len(requests) * warm_up)
     queried = vram_hit = ram_hit = loaded = stored = 0
+    all_s = saved_s = 0.0
     for number, request in enumerate(requests):
         in_vram = vram.prefix(request.blocks)
         moved = tier.play(request, in_vram)
-        vram.put(request.blocks)
+        vram.put(request.all_blocks)
         if number < first:
             continue
-        vram_tokens = min(in_vram * BLOCK_TOKENS, request.input_tokens)
+        vram_tokens = min(in_vram * block_tokens, request.input_tokens)
+        held_tokens = min((in_vram + moved.loaded) * block_tokens, request.input_tokens)
         queried += request.input_tokens
         vram_hit += vram_tokens
-        ram_hit += min((in_vram + moved.loaded) * BLOCK_TOKENS, request.input_tokens) - vram_tokens
+        ram_hit += held_tokens - vram_tokens
         loaded += moved.loaded
         stored += moved.stored
+        if prefill is not None:
+            all_s += prefill.seconds(0, request.input_tokens)
+            saved_s += prefill.seconds(vram_tokens, held_tokens)
     return ReplayResult(
         policy=policy,
         eviction_policy=eviction_policy,
@@ -104,5 +130,7 @@ def replay(
         ram_hit_tokens=ram_hit,
         bytes_stored=stored * block_bytes,
         bytes_loaded=loaded * block_bytes,
+        prefill_s=None if prefill is None else all_s,
+        prefill_saved_s=None if prefill is None else saved_s,
         seconds=time.perf_counter() - started,
     )

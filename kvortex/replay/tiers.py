@@ -52,11 +52,12 @@ class IndexTier:
         index.prompt(keys, request.input_tokens)
         loaded = index.match(keys[in_vram:])
         index.pin(loaded)
-        stored = self._store(index.absent(keys))
+        grown = [*keys, *self.keys_of(request.output_blocks)]
+        stored = self._store(index.absent(grown))
         index.unpin(loaded)
-        index.touch(index.match(keys))
+        index.touch(index.match(grown))
         # Last: how long an answer will be is not known while its prompt is stored.
-        index.answered(keys, request.output_tokens)
+        index.answered(grown, request.output_tokens)
         return Moved(len(loaded), stored)
 
     def _store(self, keys: Sequence[BlockKey]) -> int:

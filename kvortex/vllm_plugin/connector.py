@@ -17,10 +17,12 @@ from vllm.logger import init_logger
 
 from kvortex.cache.index import BlockIndex
 from kvortex.cache.policies import make_policy
+from kvortex.cache.usage import SlotUsage
 from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin import compat
 from kvortex.vllm_plugin.logs import share_vllms_log
 from kvortex.vllm_plugin.parent_watch import end_with_parent
+from kvortex.vllm_plugin.request_log import RequestLog, open_request_log
 from kvortex.vllm_plugin.scheduler import SchedulerSide
 from kvortex.vllm_plugin.setup import engine_facts
 from kvortex.vllm_plugin.stats_socket import StatsServer
@@ -69,13 +71,21 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._stats: StatsServer | None = None
+        self._request_log: RequestLog | None = None
         if role is KVConnectorRole.SCHEDULER:
             groups = compat.group_shapes(kv_cache_config)
             policy = make_policy(
                 facts.settings.eviction_policy, facts.num_slots, idle_after_s=facts.settings.idle_after
             )
-            index = BlockIndex(facts.num_slots, policy, namespace=facts.namespace)
-            self._scheduler = SchedulerSide(facts, index, groups, drop_last_block=compat.drops_last_block(vllm_config))
+            index = BlockIndex(facts.num_slots, policy, namespace=facts.namespace, usage=SlotUsage(facts.num_slots))
+            self._request_log = open_request_log(facts, groups[0].block_size)
+            self._scheduler = SchedulerSide(
+                facts,
+                index,
+                groups,
+                drop_last_block=compat.drops_last_block(vllm_config),
+                request_log=self._request_log,
+            )
             if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(
                     "kv_load_failure_policy is %r: a failed load fails its request. `kvortex serve` sets it to "
@@ -108,6 +118,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler_side
         answers: dict[str, Callable[..., dict[str, Any]]] = {
             "stats": side.snapshot,
+            "blocks": side.blocks,
             "sessions": side.sessions,
             "hint": side.hint,
             "may_prefetch": side.may_prefetch,
@@ -203,5 +214,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None and self._stats is not None:
             self._stats.close()
             self._scheduler.log_totals()
+        if self._request_log is not None:
+            self._request_log.close()
         if self._worker is not None:
             self._worker.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvortex.cache.holdings import BlockOrder
 from kvortex.vllm_plugin.stats_socket import ask_engine
 
 if TYPE_CHECKING:
@@ -52,6 +53,15 @@ class Engines:
         for document in documents[1:]:
             total = _added(total, document)
         return total
+
+    def blocks(self, top: int, by: BlockOrder) -> dict[str, Any]:
+        """What lies in the tiers of each engine; `top` blocks each.
+
+        Raises:
+            StatsUnavailableError: an engine does not answer.
+        """
+        answers = [ask_engine(engine_id, "blocks", top=top, by=by.value) for engine_id in self.engine_ids]
+        return {"by": by.value, "top": top, "engines": answers}
 
     def sessions(self, top: int, caller: str | None) -> dict[str, Any]:
         """The sessions heard of last, `top` of each engine; of one caller, or of all.

@@ -105,6 +105,10 @@ class JobBook:
         """True while a load is bringing the block of this key."""
         return key is not None and key in self._loading
 
+    def copies_from(self, block_id: int) -> bool:
+        """True while a store reads this GPU block."""
+        return block_id in self._source_of
+
     def start_store(self, candidates: Sequence[Candidate], slots: Sequence[int]) -> StoreJob:
         job = StoreJob(
             job_id=self._new_id(),

@@ -29,6 +29,21 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "kvortex_queried_tokens", "Prompt tokens asked of the cache", value=stats["tokens"]["queried"]
     )
+    missed = CounterMetricFamily("kvortex_missed_tokens", "Prompt tokens computed, by reason", labels=["reason"])
+    for reason, count in stats["missed"].items():
+        missed.add_metric([reason], count)
+    yield missed
+    prompts = CounterMetricFamily(
+        "kvortex_prompts", "Prompts, by whether their first block was seen before", labels=["beginning"]
+    )
+    prompts.add_metric(["new"], stats["prompts"]["new"])
+    prompts.add_metric(["seen"], stats["prompts"]["counted"] - stats["prompts"]["new"])
+    yield prompts
+    yield CounterMetricFamily(
+        "kvortex_seen_tokens",
+        "Prompt tokens in leading blocks seen before: what a cache without limit would have given",
+        value=stats["prompts"]["seen_tokens"],
+    )
 
     for direction, what in (("store", "VRAM to RAM"), ("load", "RAM to VRAM")):
         count = stats[direction]
@@ -98,6 +113,13 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     for outcome in ("issued", "used", "wasted", "late"):
         prefetch.add_metric([outcome], stats["prefetch"][f"{outcome}_blocks"])
     yield prefetch
+    logged = CounterMetricFamily(
+        "kvortex_request_log_requests", "Requests in the request log, or not", labels=["outcome"]
+    )
+    logged.add_metric(["written"], stats["request_log"]["written"])
+    for reason, requests in stats["request_log"]["dropped"].items():
+        logged.add_metric([reason], requests)
+    yield logged
     sessions = GaugeMetricFamily("kvortex_sessions", "Conversations", labels=["state"])
     for state in ("known", "active"):
         sessions.add_metric([state], stats["sessions"][state])

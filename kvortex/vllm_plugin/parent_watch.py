@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 
 logger = logging.getLogger(__name__)
 
@@ -31,3 +32,10 @@ def end_with_parent() -> None:
     elif os.getppid() != parent.pid:
         # It died before the call: nobody will send the signal any more.
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ignore_hangup() -> None:
+    """A closed terminal sends SIGHUP to every process of the server at once; the server itself ends the others, after
+    their running requests. Does nothing in a process that multiprocessing did not start."""
+    if multiprocessing.parent_process() is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)

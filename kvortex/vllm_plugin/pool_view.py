@@ -7,6 +7,7 @@ vLLM replaces the map when its prefix cache is reset; `refresh` notices that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.v1.core.block_pool import BlockHashToBlockMap
@@ -74,9 +75,14 @@ class PoolView:
         return int(self._pool.num_gpu_blocks) - 1
 
     @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
     def in_use_blocks(self) -> int:
         """Blocks that requests hold now."""
-        return self.capacity_blocks - int(self._pool.get_num_free_blocks())
+        return self.capacity_blocks - self.free_blocks
 
     @property
     def hash_block_size(self) -> int:
@@ -85,6 +91,13 @@ class PoolView:
     def in_use(self, block_id: int) -> bool:
         """True while a request holds the block; a complete block not in use is cold."""
         return bool(self._blocks[block_id].ref_cnt > 0)
+
+    def next_taken(self) -> Iterator[int]:
+        """The blocks that no request holds, in the order in which vLLM takes them. Costs those asked for."""
+        block = self._pool.free_block_queue.fake_free_list_head.next_free_block
+        while block is not None and block is not self._pool.free_block_queue.fake_free_list_tail:
+            yield block.block_id
+            block = block.next_free_block
 
     def is_null(self, block_id: int) -> bool:
         return bool(self._blocks[block_id].is_null)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from kvortex.vllm_plugin.last_words import record_last_words
+from kvortex.vllm_plugin.parent_watch import ignore_hangup
+
 CONNECTOR_NAME = "KVortexConnector"
 
 
@@ -11,3 +14,5 @@ def register_connector() -> None:
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, "kvortex.vllm_plugin.connector", CONNECTOR_NAME)
+    record_last_words()
+    ignore_hangup()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvortex.cache.misses import Explanation
 from kvortex.cache.prefix import GroupShape, PrefixHit
 from kvortex.keys import BlockKey
 from kvortex.vllm_plugin import compat
@@ -22,17 +23,21 @@ class RequestState:
         hit: the last answer given to vLLM, used if it allocates for it.
         with_step: that answer said that the load goes with the request's step.
         declined: blocks of its hit that are quicker computed than loaded.
+        explanation: why what that hit does not cover is computed.
         counted: its prompt tokens are in the ledger, or will be when its load ends.
         load_failed: a load failed it once; it is computed from then on.
         prompted: the eviction policy has heard of its prompt, and is to hear of its answer.
+        admitted_s: when that was, in seconds since 1970.
     """
 
     hit: PrefixHit | None = None
     with_step: bool = False
     declined: int = 0
+    explanation: Explanation = field(default_factory=Explanation)
     counted: bool = False
     load_failed: bool = False
     prompted: bool = False
+    admitted_s: float = 0.0
     _keys: dict[int, list[BlockKey]] = field(default_factory=dict)
 
     def keys(self, request: Request, group: GroupShape, hash_block_size: int) -> Sequence[BlockKey]:

@@ -7,15 +7,21 @@ import hashlib
 import os
 import secrets
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse
 from prometheus_client import REGISTRY, CollectorRegistry, make_asgi_app, multiprocess
 from starlette.datastructures import State
 from starlette.routing import Mount
 
+from kvortex.cache.holdings import MOST_BLOCKS, BlockOrder
+from kvortex.cache.verdict import judge
+from kvortex.dashboard.page import pages
+from kvortex.vllm_plugin.banner import announce_when_ready
 from kvortex.vllm_plugin.engines import Engines
+from kvortex.vllm_plugin.logs import share_vllms_log
 from kvortex.vllm_plugin.metrics import StatsCollector
 from kvortex.vllm_plugin.session_middleware import SessionMiddleware
 from kvortex.vllm_plugin.session_routes import make_session_router
@@ -48,6 +54,8 @@ def check_api_key(request: Request) -> None:
 
 
 router = APIRouter(prefix="/kvortex", dependencies=[Depends(check_api_key)], tags=["kvortex"])
+page_router = APIRouter(prefix="/kvortex", tags=["kvortex"])
+"""Of documents that ask for the key themselves."""
 
 
 def engines_of(request: Request) -> Engines:
@@ -59,12 +67,44 @@ def engines_of(request: Request) -> Engines:
 
 @router.get("/stats")
 async def stats(request: Request) -> dict[str, Any]:
-    """What the cache has done and holds now."""
+    """What the cache has done and holds now, and whether it is helping."""
     engines = engines_of(request)
     try:
-        return await run_in_threadpool(engines.stats)
+        document = await run_in_threadpool(engines.stats)
     except StatsUnavailableError as error:
         raise HTTPException(status_code=503, detail=error.message) from error
+    return {**document, "verdict": judge(document).as_dict()}
+
+
+@router.get("/blocks")
+async def blocks(
+    request: Request,
+    top: Annotated[int, Query(ge=1, le=MOST_BLOCKS)] = 20,
+    by: BlockOrder = BlockOrder.IDLE,
+) -> dict[str, Any]:
+    """What lies in each tier, by age and use, and the first `top` blocks in the order of `by`."""
+    engines = engines_of(request)
+    try:
+        return await run_in_threadpool(engines.blocks, top, by)
+    except StatsUnavailableError as error:
+        raise HTTPException(status_code=503, detail=error.message) from error
+
+
+def _document(html: str, status_code: int) -> HTMLResponse:
+    headers = {"Content-Security-Policy": pages().policy, "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
+    return HTMLResponse(html, status_code, headers)
+
+
+@page_router.get("/dashboard")
+async def dashboard(request: Request) -> HTMLResponse:
+    """The page that shows `/kvortex/stats` live. A browser cannot be told to send a key with an address, so the
+    refusal is a page that asks for it."""
+    try:
+        check_api_key(request)
+    except HTTPException as refusal:
+        return _document(pages().key_form, refusal.status_code)
+    engines_of(request)
+    return _document(pages().dashboard, 200)
 
 
 class KVortexRoutes:
@@ -75,6 +115,7 @@ class KVortexRoutes:
 
     def __init__(self) -> None:
         self._engines: Engines | None = None
+        self._paths: list[str] = []
         self._collector = StatsCollector(self._read)
         self._waker: asyncio.Task[None] | None = None
 
@@ -82,6 +123,8 @@ class KVortexRoutes:
         """Adds the routes. vLLM's app has all of its own by now, `/metrics` among them."""
         app.include_router(router)
         app.include_router(make_session_router(check_api_key, engines_of))
+        self._paths = [str(getattr(route, "path", "")) for route in app.routes]
+        app.include_router(page_router)
         app.add_middleware(SessionMiddleware)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             self._join_multiprocess_metrics(app)
@@ -106,8 +149,11 @@ class KVortexRoutes:
         state.kvortex_engines = self._engines
         state.kvortex_engine_client = engine_client
         state.kvortex_sessions = self._engines is not None and self._engines.prefetch
-        if engine_client is not None and self._engines is not None and self._engines.prefetch:
-            self._waker = asyncio.create_task(keep_prefetching(self._engines, engine_client))
+        if self._engines is not None:
+            share_vllms_log()
+            announce_when_ready(self._engines, args, self._paths)
+            if engine_client is not None and self._engines.prefetch:
+                self._waker = asyncio.create_task(keep_prefetching(self._engines, engine_client))
 
     def _read(self) -> dict[str, Any]:
         if self._engines is None:

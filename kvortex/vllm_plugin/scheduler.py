@@ -15,12 +15,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import kvortex
 from kvortex.cache.costs import PromptWork, StepCosts, prompt_work
+from kvortex.cache.gate import Gate
+from kvortex.cache.holdings import BlockOrder, ram_holdings, vram_holdings
 from kvortex.cache.index import BlockIndex, KeyState
 from kvortex.cache.load_choice import LoadChoice, Way
+from kvortex.cache.losses import LossRecord
+from kvortex.cache.misses import Miss, MissExplainer
 from kvortex.cache.planner import OffloadPlanner
 from kvortex.cache.prefetch.budget import PrefetchCount
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
@@ -33,6 +39,7 @@ from kvortex.vllm_plugin import compat
 from kvortex.vllm_plugin.jobs import JobBook, LoadJob, PrefetchJob, StoreJob
 from kvortex.vllm_plugin.pool_view import PoolView
 from kvortex.vllm_plugin.prefetcher import Prefetcher
+from kvortex.vllm_plugin.request_log import EndedRequest, RequestLog, counts
 from kvortex.vllm_plugin.requests import RequestState
 from kvortex.vllm_plugin.step_log import StepLog
 
@@ -60,6 +67,7 @@ class SchedulerSide:
         groups: Sequence[GroupShape],
         *,
         drop_last_block: bool,
+        request_log: RequestLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._facts = facts
@@ -69,7 +77,11 @@ class SchedulerSide:
         self._matcher = PrefixMatcher(groups, index, drop_last_block=drop_last_block)
         self._residency = Residency(clock)
         self._ledger = Ledger()
+        self._request_log = request_log
+        self._losses = LossRecord(index.num_slots)
+        self._explainer = MissExplainer(groups, index, self._losses, self._residency.holds)
         self._jobs = JobBook(facts.num_ranks, facts.settings.transfer_timeout, clock)
+        self._gate = Gate(clock)
         self._requests: dict[str, RequestState] = {}
         self._costs = StepCosts()
         self._choice = LoadChoice(self._costs)
@@ -140,21 +152,23 @@ class SchedulerSide:
                 return 0, False
             if self._jobs.loading(self._next_key(request, state, local_tokens)):
                 return self._later(request)
-            state.hit = self._matcher.match(
+            if self._must_wait(request, state, local_tokens):
+                return self._later(request)
+            hit = self._matcher.match(
                 lambda group: state.keys(request, group, self.view.hash_block_size),
                 request.num_tokens,
                 local_tokens,
             )
-            ram_tokens = state.hit.ram_tokens
-            if not ram_tokens:
-                return 0, False
-            way = self._way(request, state.hit)
+            way = self._way(request, hit) if hit.ram_tokens else Way.COMPUTE
+            if way is Way.NEXT_STEP:
+                return self._later(request)
+            declined_tokens = 0
             if way is Way.COMPUTE:
-                state.declined = _num_blocks(state.hit)
-                state.hit = PrefixHit(local_tokens, 0, {})
-                return 0, False
-            state.with_step = way is Way.WITH_STEP
-            return self._later(request) if way is Way.NEXT_STEP else (ram_tokens, not state.with_step)
+                state.declined, declined_tokens = _num_blocks(hit), hit.ram_tokens
+                hit = PrefixHit(local_tokens, 0, {})
+            state.hit, state.with_step = hit, way is Way.WITH_STEP
+            self._explain(request, state, hit, declined_tokens)
+            return hit.ram_tokens, way is Way.BEFORE_STEP
 
     def _later(self, request: Request) -> tuple[None, bool]:
         if self._prefetcher is not None:
@@ -173,6 +187,35 @@ class SchedulerSide:
         num_blocks = _num_blocks(hit)
         work = prompt_work(hit.local_tokens + hit.ram_tokens, request.num_tokens)
         return num_blocks * self._facts.rank_block_bytes, work
+
+    def _must_wait(self, request: Request, state: RequestState, local_tokens: int) -> bool:
+        """Whether what VRAM would take for the request is worth waiting for; see `Gate`."""
+        sizes = [group.block_size for group in self._groups]
+        wanted = sum(-(-request.num_tokens // size) - local_tokens // size for size in sizes)
+        at_stake = partial(self._at_stake, request, state, local_tokens, wanted)
+        return self._gate.must_wait(request.request_id, wanted, at_stake)
+
+    def _at_stake(self, request: Request, state: RequestState, local_tokens: int, wanted: int) -> bool:
+        """Whether one of the next `wanted` blocks that VRAM takes is due for a copy or being copied."""
+        hit: set[BlockKey] = set()  # the request takes these out of VRAM's order before VRAM takes any
+        for group in self._groups:
+            hit.update(state.keys(request, group, self.view.hash_block_size)[: local_tokens // group.block_size])
+        residency, jobs = self._residency, self._jobs
+        others = (block_id for block_id in self.view.next_taken() if residency.key_of(block_id) not in hit)
+        return any(residency.is_due(block_id) or jobs.copies_from(block_id) for block_id in islice(others, wanted))
+
+    def _explain(self, request: Request, state: RequestState, hit: PrefixHit, declined_tokens: int) -> None:
+        """Once for each answer: vLLM may ask again at every step while it has no room for the request."""
+        computed = request.num_tokens - hit.local_tokens - hit.ram_tokens
+        if state.counted or state.explanation.missed.total() == computed:
+            return
+        state.explanation = self._explainer.explain(
+            lambda group: state.keys(request, group, self.view.hash_block_size),
+            request.num_tokens,
+            hit.local_tokens + hit.ram_tokens,
+            salted=request.cache_salt is not None,
+            not_worth_tokens=declined_tokens,
+        )
 
     def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
         """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
@@ -197,6 +240,7 @@ class SchedulerSide:
             if first_time:
                 self._ledger.refused[Refusal.QUICKER_COMPUTED] += state.declined
                 state.prompted = True
+                state.admitted_s = time.time()
                 for group in self._groups:
                     keys = state.keys(request, group, self.view.hash_block_size)
                     self._index.prompt(keys, request.num_tokens)
@@ -204,7 +248,13 @@ class SchedulerSide:
             computed = request.num_tokens - hit.local_tokens - ram_tokens
             if ram_tokens == 0:
                 if first_time:
-                    self._ledger.count_tokens(vram_hit=hit.local_tokens, ram_hit=0, computed=computed)
+                    unasked = Miss.NOT_ASKED if request.skip_reading_prefix_cache else Miss.UNUSABLE
+                    self._ledger.count_tokens(
+                        vram_hit=hit.local_tokens,
+                        ram_hit=0,
+                        missed=state.explanation.settled(computed, otherwise=unasked),
+                        seen_tokens=state.explanation.seen_tokens,
+                    )
                 return
             self._order_load(request, state, hit, blocks, ram_tokens, first_time)
 
@@ -213,7 +263,9 @@ class SchedulerSide:
         for group in self._groups:
             keys = state.keys(request, group, self.view.hash_block_size)
             held = self._index.ready_slots(keys[: local_tokens // group.block_size])
-            self._index.touch(list(held.values()))
+            slots = list(held.values())
+            self._index.touch(slots)
+            self.planner.in_vram_too(slots)
 
     def _order_load(
         self,
@@ -305,13 +357,19 @@ class SchedulerSide:
             self._planned_at = self._clock()
             self._choice.begin_step()
             self._give_up_overdue_stores()
-            decision = self.planner.plan(self.view.in_use)
+            line = self._gate.take_line()
+            if line.blocks:
+                self.planner.outrun()
+            decision = self.planner.plan(self.view, line)
             if decision.refused:
                 self._ledger.refused[Refusal.RAM_PINNED] += decision.refused
+            if decision.not_worth:
+                self._ledger.refused[Refusal.NOT_WORTH] += decision.not_worth
+            self._ledger.ram_evicted += len(decision.evicted)
+            self._losses.evicted(decision.evicted)
             if decision.reservation is not None:
                 self._jobs.start_store(decision.candidates, decision.reservation.slots)
                 self._ledger.store.in_flight += len(decision.candidates)
-                self._ledger.ram_evicted += len(decision.reservation.evicted)
             if self._prefetcher is not None:
                 self._prefetch(self._prefetcher, running=bool(scheduler_output.num_scheduled_tokens))
             plan = self._jobs.take_plan()
@@ -386,6 +444,7 @@ class SchedulerSide:
                 self._ledger.recomputed_tokens += job.ram_tokens
                 logger.warning("a load for request %s failed, it is computed instead: %s", job.request_id, job.detail)
         else:
+            self.planner.in_vram_too(job.slots)
             self._ledger.load.blocks += len(job.slots)
             self._ledger.with_step_blocks += len(job.slots) if job.with_step else 0
             self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
@@ -399,7 +458,8 @@ class SchedulerSide:
             self._ledger.count_tokens(
                 vram_hit=job.local_tokens,
                 ram_hit=ram_hit,
-                computed=job.computed_tokens + job.ram_tokens - ram_hit,
+                missed=state.explanation.settled(job.computed_tokens, load_failed=job.ram_tokens - ram_hit),
+                seen_tokens=state.explanation.seen_tokens,
             )
 
     def _prefetch_ended(self, job: PrefetchJob) -> None:
@@ -432,7 +492,10 @@ class SchedulerSide:
             if state is not None and state.prompted:
                 for group in self._groups:
                     keys = state.keys(request, group, self.view.hash_block_size)
+                    # Blocks were told of as they were found or stored; a policy orders them by the whole prompt.
+                    self._index.touch(list(self._index.ready_slots(keys).values()))
                     self._index.answered(keys, request.num_output_tokens)
+                self._log(request, state)
             if self._prefetcher is not None and state is not None:
                 keys = state.keys(request, self._groups[0], self.view.hash_block_size)
                 self._prefetcher.request_ended(request, keys, block_ids[0])
@@ -440,6 +503,15 @@ class SchedulerSide:
             self._steps.request_ended(request.request_id)
             for ids in block_ids:
                 self._residency.used(reversed(ids))
+
+    def _log(self, request: Request, state: RequestState) -> None:
+        if self._request_log is not None:
+            group = self._groups[0]
+            keys = state.keys(request, group, self.view.hash_block_size)
+            # The last token was sampled and never computed: a block that ends with it is in no cache.
+            computed = max(request.num_prompt_tokens, request.num_tokens - 1) // group.block_size
+            tokens = request.num_prompt_tokens, request.num_output_tokens
+            self._request_log.add(EndedRequest(state.admitted_s, *tokens, tuple(keys[:computed])))
 
     def reset(self) -> None:
         """Forgets every block in RAM; copies under way end without being seen again."""
@@ -450,6 +522,7 @@ class SchedulerSide:
 
     def _drop_ram(self, cause: str) -> None:
         dropped = self._index.reset()
+        self._losses.reset()
         self._ledger.refused[Refusal.RESET] += dropped
         for state in self._requests.values():
             state.hit = None
@@ -495,12 +568,22 @@ class SchedulerSide:
                     },
                 },
                 **self._ledger.as_dict(),
+                "admission": {"waited": self._gate.waited, "overdue": self._gate.overdue},
                 "prefetch": (PrefetchCount() if self._prefetcher is None else self._prefetcher.budget.count).as_dict(),
                 "sessions": {
                     "known": 0 if self._prefetcher is None else len(self._prefetcher.book),
                     "active": len(self._requests),
                 },
+                "request_log": counts() if self._request_log is None else self._request_log.counts(),
             }
+
+    def blocks(self, top: int, by: str) -> dict[str, Any]:
+        """The engine's part of `/kvortex/blocks`. Any thread; takes no lock, so the scheduler never waits for it."""
+        block_bytes = self._facts.server_block_bytes
+        return {
+            "ram": ram_holdings(self._index, top, BlockOrder(by), block_bytes),
+            "vram": vram_holdings(self._residency, self.view.in_use, top, block_bytes),
+        }
 
     def log_totals(self) -> None:
         """One line at the end: did it help?"""
@@ -537,18 +620,20 @@ class _PoolEvents:
         in_ram = side._index.state_of(key) is KeyState.READY
         if in_ram:
             side._ledger.dedup_references += 1
+        side._losses.found_again(key)
         side._residency.block_cached(block_id, key, in_ram=in_ram)
         side._jobs.target_completed(block_id)
 
     def block_uncached(self, block_id: int, key: BlockKey) -> None:
         side = self._side
-        clean = side._residency.is_clean(key)
+        missed = not side._residency.is_clean(key) and not side._residency.is_given_up(key)
         if side._residency.block_uncached(block_id, key):
             side._ledger.vram_evicted += 1
             side._jobs.source_reused(block_id)
-            if not clean:
+            if missed:
                 side._ledger.vram_lost += 1
-                side.planner.block_lost()
+                side.planner.outrun()
+                side._losses.not_stored(key)
             if side._prefetcher is not None:
                 side._prefetcher.block_taken(block_id, key)
 

@@ -32,6 +32,7 @@ class EngineFacts:
     Attributes:
         num_ranks: workers that each hold a part of every block (tensor parallel size).
         rank_block_bytes: bytes of a block on one rank.
+        step_blocks: blocks that the tokens of one step may fill.
         num_slots: host slots of each rank; slot `s` holds the parts of one block on all ranks.
         engine_id: vLLM's name of this engine, equal in all its processes.
         loads_go_with_steps: a request's load may be part of the step that runs it.
@@ -45,6 +46,7 @@ class EngineFacts:
     block_size: int
     num_ranks: int
     rank_block_bytes: int
+    step_blocks: int
     num_slots: int
     namespace: bytes
     loads_go_with_steps: bool
@@ -63,6 +65,7 @@ class EngineFacts:
             target=s.effective_offload_target,
             batch_blocks=max(1, s.offload_batch // self.server_block_bytes),
             idle_after_s=s.idle_after,
+            ahead_blocks=2 * self.step_blocks,
         )
 
 
@@ -115,6 +118,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
         block_size=block_size,
         num_ranks=num_ranks,
         rank_block_bytes=rank_block_bytes,
+        step_blocks=-(-int(vllm_config.scheduler_config.max_num_batched_tokens) // block_size),
         num_slots=num_slots,
         namespace=_namespace(vllm_config, kv_cache_config).digest(),
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),

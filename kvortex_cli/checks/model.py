@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvortex.config.checks import problems
 from kvortex.config.machine import MachineFacts
@@ -10,16 +11,18 @@ from kvortex.config.resolve import ResolvedConfig
 from kvortex.config.vllm_install import VllmInstall
 from kvortex.errors import KVortexError
 from kvortex.hardware.gpu import Gpu
-from kvortex.kv_shape import KVKind, KVShape, read_kv_shape
-from kvortex.model_files import ModelFiles, read_model_files
+from kvortex.kv_shape import KVKind, KVShape, UnknownShapeError, read_kv_shape
+from kvortex.model_files import ModelFiles, ModelUnavailableError, read_model_files
 from kvortex.sizes import format_bytes
 from kvortex_cli.checks.finding import Finding, fail, ok, warn
 
 CONVERSATION_TOKENS = 8192
 # vLLM's own default, in every supported release.
 _DEFAULT_UTILIZATION = 0.92
-# Loading the model and the server itself need RAM too.
+_POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "model_max_length", "seq_length")
+# Loading the model and the server itself need RAM too; on a small machine most of it.
 _LEAST_LEFT_BYTES = 4 * 10**9
+_LEAST_LEFT_SHARE = 0.7
 
 
 def check_config(
@@ -38,45 +41,151 @@ def check_config(
         each = format_bytes(resolved.ram_per_rank_bytes)
         shown += f", {each} on each of {resolved.num_ranks} ranks"
     left = machine.usable_ram_bytes - size
-    if left < _LEAST_LEFT_BYTES:
+    if left < min(_LEAST_LEFT_BYTES, _LEAST_LEFT_SHARE * machine.usable_ram_bytes):
         fix = "lower it: loading the model and the server itself need RAM too"
         return [warn("config", f"{shown}; it leaves {format_bytes(left)} of usable RAM", fix)]
     return [ok("config", shown)]
 
 
-def check_model(resolved: ResolvedConfig, gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
-    """KV bytes a token and a block, and how many conversations fit in RAM and, roughly, in VRAM."""
+@dataclass(slots=True)
+class ModelReport:
+    """What is known of the model.
+
+    Attributes:
+        data: the same as numbers, for `--json`: docs/doctor.md has the keys. None where no model is named.
+    """
+
+    findings: list[Finding]
+    data: dict[str, Any] | None = None
+
+
+def check_model(resolved: ResolvedConfig, gpus: tuple[Gpu, ...]) -> ModelReport:
+    """KV bytes a token and a block, how much fits RAM and, roughly, VRAM, and how long one request may be."""
     if resolved.model is None:
-        yield warn("model", "none is named", "give --model, or `model:` in the file, to see what fits")
-        return
-    name = resolved.model.value
+        return ModelReport([warn("model", "none is named", "give --model, or `model:` in the file, to see what fits")])
     dtypes = {key: str(resolved.vllm_value(key, "auto")) for key in ("dtype", "kv_cache_dtype")}
-    try:
-        files = read_model_files(name, revision=resolved.vllm_value("revision", None))
-        shape = read_kv_shape(files.config, source=files.source, **dtypes)
-    except KVortexError as error:
-        yield fail("model", error.message, error.hint or "check the name or the path")
-        return
     tp = int(resolved.vllm_value("tensor_parallel_size", 1))
+    token = resolved.vllm_value("hf_token", None)
     try:
-        token_bytes = shape.bytes_per_token(tp)
+        files = read_model_files(
+            resolved.model.value,
+            revision=resolved.vllm_value("revision", None),
+            token=token if isinstance(token, str) else None,
+            cache=resolved.vllm_value("download_dir", None),
+            ask_for_weights=True,
+        )
+        shape = read_kv_shape(files.config, source=files.source, **dtypes)
+        shape.bytes_per_token(tp)
     except KVortexError as error:
-        yield fail("model", error.message, error.hint or "lower tensor_parallel_size")
-        return
-    yield ok("model", f"{describe_shape(shape)}: {kib(token_bytes)} of KV a token")
+        found = fail("model", error.message, error.hint or "check the name or the path")
+        return ModelReport([found], {"unavailable": _reason(error)})
+    return _report(resolved, shape, files, gpus, tp)
+
+
+def _reason(error: KVortexError) -> str:
+    """One word, the same in every release."""
+    if isinstance(error, ModelUnavailableError):
+        return error.reason.value
+    return "unknown_shape" if isinstance(error, UnknownShapeError) else "ranks"
+
+
+def _report(resolved: ResolvedConfig, shape: KVShape, files: ModelFiles, gpus: tuple[Gpu, ...], tp: int) -> ModelReport:
     block_size = resolved.kv_cache.block_size
-    block_bytes = shape.bytes_per_block(block_size, tp)
-    yield ok("block", f"{block_bytes} bytes ({format_bytes(block_bytes)}) for {block_size} tokens, on all ranks")
+    token_bytes, block_bytes = shape.bytes_per_token(tp), shape.bytes_per_block(block_size, tp)
+    by_dtype = _bytes_by_dtype_and_tp(shape)
     vram = _vram_kv_bytes(resolved, files, gpus)
-    if resolved.uses_kvortex:
-        yield _fits_ram(resolved.kv_cache.ram_cache_size, block_bytes, block_size, vram)
-    if gpus:
-        yield _fits_vram(shape, files, vram, tp)
-
-
-def _fits_ram(size: int, block_bytes: int, block_size: int, vram: int | None) -> Finding:
+    size = resolved.kv_cache.ram_cache_size
     blocks = size // block_bytes
-    shown = f"{format_bytes(size)}: {_fits(blocks * block_size, blocks // -(-CONVERSATION_TOKENS // block_size))}"
+    report = ModelReport(
+        [
+            ok("model", f"{describe_shape(shape)}: {kib(token_bytes)} of KV a token"),
+            ok("kv bytes", _in_words(by_dtype)),
+            ok("block", f"{block_bytes} bytes ({format_bytes(block_bytes)}) for {block_size} tokens, on all ranks"),
+        ],
+        {
+            "unavailable": None,
+            "tensor_parallel_size": tp,
+            "kv_bytes_per_token": token_bytes,
+            "kv_bytes_per_token_on_a_gpu": by_dtype,
+            "block_tokens": block_size,
+            "block_bytes": block_bytes,
+            "conversation_tokens": CONVERSATION_TOKENS,
+            "ram": None,
+            "vram": None,
+            "context": None,
+        },
+    )
+    assert report.data is not None
+    if resolved.uses_kvortex:
+        conversations = blocks // -(-CONVERSATION_TOKENS // block_size)
+        report.findings.append(_fits_ram(shape, size, block_bytes, block_size, vram))
+        report.data["ram"] = {
+            "bytes": size,
+            "blocks": blocks,
+            "tokens": blocks * block_size,
+            "conversations": conversations,
+        }
+    if gpus:
+        report.findings.append(_fits_vram(shape, files, vram, tp))
+    context = _context_limit(resolved, files)
+    if vram is not None and vram > 0:
+        tokens = shape.tokens_that_fit(vram, tp)
+        conversations = vram // shape.bytes_for(CONVERSATION_TOKENS, tp)
+        report.findings.append(_check_context(context, tokens))
+        report.data["vram"] = {"bytes": vram, "tokens": tokens, "conversations": conversations}
+        report.data["context"] = {"limit_tokens": context, "vram_tokens": tokens}
+    elif context is not None:
+        report.data["context"] = {"limit_tokens": context, "vram_tokens": None}
+    return report
+
+
+def _bytes_by_dtype_and_tp(shape: KVShape) -> dict[str, dict[str, int]]:
+    """Bytes of a token on one GPU, by KV dtype and tensor parallel size."""
+    dtypes = {"16-bit": 2, "fp8": 1}
+    sizes = [tp for tp in (1, 2, 4, 8) if shape.allows_tensor_parallel(tp)]
+    return {
+        name: {str(tp): replace(shape, element_bytes=width).bytes_per_token(tp) // tp for tp in sizes}
+        for name, width in dtypes.items()
+    }
+
+
+def _in_words(by_dtype: dict[str, dict[str, int]]) -> str:
+    """`a token on each GPU: 16-bit KV 128 KiB (tp 1), 64 KiB (tp 2); fp8 KV ...`."""
+    parts = []
+    for dtype, by_tp in by_dtype.items():
+        sizes = ", ".join(f"{num_bytes / 1024:.4g} KiB (tp {tp})" for tp, num_bytes in by_tp.items())
+        parts.append(f"{dtype} KV {sizes}")
+    return f"a token on each GPU: {'; '.join(parts)}"
+
+
+def _context_limit(resolved: ResolvedConfig, files: ModelFiles) -> int | None:
+    """Tokens that one request may have: `max_model_len`, else the model's own limit; None where neither says."""
+    limit = resolved.vllm_value("max_model_len", None)
+    inner = files.config.get("text_config")
+    sources = (inner if isinstance(inner, dict) else {}, files.config)
+    known = [source.get(key) for source in sources for key in _POSITION_KEYS]
+    own = next((value for value in known if isinstance(value, int)), None)
+    return limit if isinstance(limit, int) and limit > 0 else own
+
+
+def _check_context(limit: int | None, vram_tokens: int | None) -> Finding:
+    if vram_tokens is None:
+        return ok("context", "one request may be of any length: all layers look at a window only")
+    held = f"VRAM holds {vram_tokens:,} tokens of one request at most"
+    if limit is None:
+        return ok("context", held)
+    if vram_tokens < limit:
+        fix = f"--max-model-len {vram_tokens // 1024 * 1024 or vram_tokens}, more GPUs, or kv_cache_dtype fp8"
+        return fail("context", f"{held}, less than the {limit:,} it may have: vLLM will not start", fix)
+    return ok("context", f"one request may have {limit:,} tokens; {held}")
+
+
+def _fits_ram(shape: KVShape, size: int, block_bytes: int, block_size: int, vram: int | None) -> Finding:
+    blocks = size // block_bytes
+    # What slides out of a window is stored as well, and given up first.
+    least = "at least " if shape.sliding_layers else ""
+    fits = _fits(blocks * block_size, blocks // -(-CONVERSATION_TOKENS // block_size))
+    shown = f"{format_bytes(size)}: {least}{fits}"
     if blocks == 0:
         return fail("fits ram", f"{size} bytes: not one block", f"give ram_cache_size at least {block_bytes} bytes")
     if vram is not None and size < vram:
@@ -88,13 +197,13 @@ def _fits_ram(size: int, block_bytes: int, block_size: int, vram: int | None) ->
 def _fits_vram(shape: KVShape, files: ModelFiles, vram: int | None, tp: int) -> Finding:
     if vram is None:
         fix = "download the model on this machine to see it; vLLM logs the true number at start"
-        return warn("fits vram", "the weights are not on this machine, so what they leave is unknown", fix)
+        return warn("fits vram", "how large the weights are is not known here, nor what they leave", fix)
     weights = format_bytes(files.weight_bytes or 0)
     if vram <= 0:
         fix = "use more GPUs (tensor_parallel_size), a quantised model, or a higher gpu_memory_utilization"
         return fail("fits vram", f"{weights} of weights leave no VRAM for KV", fix)
     conversations = vram // shape.bytes_for(CONVERSATION_TOKENS, tp)
-    fits = _fits(vram // shape.bytes_per_token(tp), conversations)
+    fits = _fits(conversations * CONVERSATION_TOKENS or (shape.tokens_that_fit(vram, tp) or 0), conversations)
     return ok("fits vram", f"at most {format_bytes(vram)} beside {weights} of weights: {fits}")
 
 

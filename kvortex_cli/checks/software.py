@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from kvortex.config.allocator import expandable_segments
 from kvortex.config.vllm_install import VllmInstall, check_supported
 from kvortex.errors import UnfitError
 from kvortex_cli.checks.finding import Finding, fail, ok, warn
 
 INSTALL = "pip install 'kvortex-vllm[gpu]' on a machine with NVIDIA GPUs, 'kvortex-vllm[cpu]' elsewhere"
-_EXPANDABLE = "expandable_segments:True"
 _CUDA_IN_VERSION_FILE = re.compile(r"^cuda\b[^=]*=\s*['\"](\d+)\.(\d+)", re.MULTILINE)
 _CUDA_IN_TAG = re.compile(r"\+cu(\d+)(\d)$")
 
@@ -66,19 +66,15 @@ def check_allocator(environ: Mapping[str, str], *, uses_cumem: bool) -> Finding:
         uses_cumem: the configuration turns vLLM's cumem allocator on.
     """
     check = "allocator"
-    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        options = [option.strip() for option in environ.get(variable, "").split(",")]
-        found = next((option for option in options if option.lower() == _EXPANDABLE.lower()), None)
-        if found is None:
-            continue
-        shown = f"{variable} has {found}"
-        fix = f"take {found} out of {variable}"
-        if uses_cumem:
-            return ok(check, f"{shown}; allowed with the cumem allocator")
-        if variable == "PYTORCH_CUDA_ALLOC_CONF" and found == _EXPANDABLE:
-            return fail(check, f"{shown}, which vLLM refuses together with a KV connector", fix)
-        return warn(check, f"{shown}; vLLM forbids expandable segments beside a KV connector", fix)
-    return ok(check, "torch's allocator has no option that vLLM refuses")
+    found = expandable_segments(environ)
+    if found is None:
+        return ok(check, "torch's allocator has no option that vLLM refuses")
+    shown = f"{found.variable} has {found.option}"
+    if uses_cumem:
+        return ok(check, f"{shown}; allowed with the cumem allocator")
+    if found.is_refused:
+        return fail(check, f"{shown}, which vLLM refuses together with a KV connector", found.fix)
+    return warn(check, f"{shown}; vLLM forbids expandable segments beside a KV connector", found.fix)
 
 
 def check_vllm(install: VllmInstall | None, conflict: UnfitError | None, *, has_gpu: bool) -> Finding:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvortex.config.settings import KVCacheSettings
 from kvortex.replay.synthesis import round_robin
 from tests.cli.test_help import HEAVY, run
 
@@ -45,7 +46,7 @@ def test_json_holds_one_result_for_each_size_and_policy(kvortex: Any, trace: Pat
     assert results["lru", 25 * GIB]["hit_rate"] == 0
     assert results["belady", 25 * GIB]["hit_rate"] == pytest.approx(25 / 30, abs=0.03)
     assert results["default", 25 * GIB]["hit_rate"] >= 25 / 30 / 2
-    assert results["default", 25 * GIB]["eviction_policy"] == "adaptive"
+    assert results["default", 25 * GIB]["eviction_policy"] == KVCacheSettings(ram_cache_size=1).eviction_policy
     for policy in ("lru", "belady", "default"):
         held = results[policy, 40 * GIB]
         assert held["hit_rate"] == 1
@@ -60,6 +61,42 @@ def test_a_table_names_policies_and_sizes(kvortex: Any, trace: Path) -> None:
     for named in ("240 requests", "llama-3.1-8b", "lru", "belady", "default: adaptive", "100.00%", "42.95 GB"):
         assert named in result.out
     assert "Traceback" not in result.err
+
+
+def test_larger_blocks_a_smaller_dtype_and_a_measured_speed(kvortex: Any, trace: Path) -> None:
+    """2 x 10 blocks of 1,024 tokens a conversation; in 8 bits twice as many fit."""
+    options = ("--block-size", "1024", "--kv-cache-dtype", "fp8", "--prefill-speed", "10000", "--warm-up", "0.1")
+    result = kvortex("bench", "replay", str(trace), *options, "--ram", "16GiB", "--policy", "lru", "--json")
+    assert result.code == 0, result.err
+    document = json.loads(result.out)
+    assert (document["block_tokens"], document["token_bytes"], document["warm_up"]) == (1024, 65536, 0.1)
+    assert document["prefill"] == "at 10,000 tokens/s"
+    (played,) = document["results"]
+    assert (played["requests"], played["ram_blocks"], played["hit_rate"]) == (216, 256, 1)
+    assert played["prefill_saved_s"] == pytest.approx(played["prefill_s"])
+    assert played["prefill_s"] == pytest.approx(216 * 20 * 512 / 10000)
+
+
+def test_prefill_time_is_estimated_and_the_table_says_how(kvortex: Any, trace: Path) -> None:
+    result = kvortex("bench", "replay", str(trace), "--ram", "40GiB", "--policy", "lru")
+    assert "prefill: estimated from 6.98 billion weights at 400 TFLOP/s" in result.out
+    assert " min, 100.0%" in " ".join(result.out.split()) or " s, 100.0%" in " ".join(result.out.split())
+
+
+def test_a_page_shows_the_hit_rate_over_the_size(kvortex: Any, trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    sizes = ("--ram", "25GiB", "--ram", "40GiB")
+    result = kvortex(
+        "bench", "replay", str(trace), *sizes, "--html", str(page), "--policy", "lru", "--policy", "belady"
+    )
+    assert result.code == 0, result.err
+    text = page.read_text()
+    assert "● lru, ■ belady" in text
+    assert text.count("<polyline") == 2
+    for size in ("26.84 GB", "42.95 GB"):
+        assert f">{size}</text>" in text
+    assert "<script" not in text
+    assert "http" not in text
 
 
 def test_vram_in_front_takes_its_share(kvortex: Any, trace: Path) -> None:
@@ -90,6 +127,14 @@ def test_a_models_own_configuration_tells_its_size(kvortex: Any, trace: Path, tm
         (("--ram", "12 bananas"), "--ram: "),
         (("--ram", "1MiB"), "less than one block"),
         (("--vram", "-1"), "--vram: "),
+        (("--block-size", "128"), "--block-size 128: the trace tells prompts apart every 512 tokens"),
+        (("--block-size", "0"), "--block-size 0: "),
+        (("--kv-cache-dtype", "fp4"), "--kv-cache-dtype fp4: not known"),
+        (("--prefill-speed", "0"), "--prefill-speed: takes tokens a second, more than 0"),
+        (("--prefill-speed", "nan"), "--prefill-speed: "),
+        (("--warm-up", "1"), "--warm-up: takes a share from 0 to below 1"),
+        (("--warm-up", "nan"), "--warm-up: "),
+        (("--html", "none/page.html"), "--html none/page.html cannot be written"),
     ],
 )
 def test_a_wrong_option_is_named(kvortex: Any, trace: Path, arguments: tuple[str, ...], says: str) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,15 @@ from kvortex.hardware.gpu import Driver, Gpu, GpuReport
 from kvortex.hardware.host import BindAttempt, Host
 from kvortex.hardware.memory import CgroupLimit, LockLimit, Ram, SharedMemory
 from kvortex.hardware.pinning import CopySpeed, PinAttempt, PinReport
+from kvortex.model_files import Reason
+from kvortex.sizes import parse_size
+from kvortex_cli.checks.anonymous import anonymous
 from kvortex_cli.checks.facts import Facts, machine_findings
 from kvortex_cli.checks.finding import Finding, Status
 from kvortex_cli.checks.software import Torch
+from tests.cli.test_doctor_model import H200, LLAMA_70B, report_of
 
 GB, MIB, GIB = 10**9, 1 << 20, 1 << 30
-H200 = Gpu(
-    index=0,
-    uuid="GPU-1",
-    name="NVIDIA H200",
-    memory_bytes=141 * GB,
-    free_bytes=140 * GB,
-    compute_capability=(9, 0),
-    pcie_gen=5,
-    pcie_width=16,
-    pcie_max_width=16,
-    numa_node=0,
-)
 PINNED = PinReport(
     cuda_error="",
     cuda_code=0,
@@ -244,6 +236,7 @@ def test_wsl2_is_named_with_the_limit_that_was_found() -> None:
 def test_small_shared_memory_is_noticed() -> None:
     finding = findings(replace(GOOD, shared_memory=SharedMemory(64 * MIB, 64 * MIB)))["/dev/shm"]
     assert finding.status is Status.WARN
+    assert finding.value == "67.11 MB free of 67.11 MB; 1 GB is enough"
     assert "--shm-size" in finding.fix
 
 
@@ -295,7 +288,8 @@ def as_json(*arguments: str, **environ: str) -> tuple[int, dict[str, Any], dict[
     """Exit status, findings by check, summary."""
     done = doctor(*arguments, "--json", **environ)
     answer = json.loads(done.stdout)
-    assert set(answer) == {"findings", "summary"}, answer
+    assert set(answer) == {"format", "findings", "model", "summary"}, answer
+    assert answer["format"] == 1
     for finding in answer["findings"]:
         assert set(finding) == {"check", "status", "value", "fix"}
         assert (finding["status"] == "ok") == (finding["fix"] is None)
@@ -320,6 +314,92 @@ def config_file(directory: Path, ram: str, more: str = "") -> str:
     path = directory / "kvortex.yaml"
     path.write_text(f'model: "{directory}"\n{more}kv_cache:\n  ram_cache_size: {ram}\n')
     return str(path)
+
+
+def test_the_page_on_doctor_names_every_key_and_check(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    data = report_of(tmp_path, LLAMA_70B, weights=1).data
+    assert data is not None
+    reasons = [reason.value for reason in Reason] + ["unknown_shape", "ranks"]
+    for word in [*data, *data["vram"], *data["ram"], *data["context"], *reasons, "format", "findings", "summary"]:
+        assert f"`{word}`" in page, word
+    checks = {
+        f.check.replace("gpu 0", "gpu N")
+        for f in (*findings(GOOD).values(), *report_of(tmp_path, LLAMA_70B, weights=1).findings)
+    }
+    for check in checks | {"wsl2", "visible devices", "device order", "config"}:
+        assert f"`{check}`" in page, check
+
+
+def test_nobody_is_named() -> None:
+    environ = {
+        "HOME": "/home/alice",
+        "PWD": "/srv/work",
+        "HF_TOKEN": "hf_TESTSECRET",
+        "https_proxy": "http://bob:hunter2@proxy:3128",
+    }
+    text = (
+        "/home/alice/models/m and /home/alice2/x and /Users/Carol/m on node-17.example.org (node-17), "
+        "not on node-170 in /srv/work/k.yaml; hf_TESTSECRET http://bob:hunter2@proxy:3128"
+    )
+    assert anonymous(text, environ, host="node-17.example.org") == (
+        "~/models/m and /home/***/x and /Users/***/m on *** (***), not on node-170 in /srv/work/k.yaml; *** http://***@proxy:3128"
+    )
+    # A home at the root, and a container's host name of one letter, would blot out everything.
+    assert anonymous("/a/b c", {"HOME": "/"}, host="c") == "/a/b c"
+
+
+def test_a_model_in_somebody_s_home_is_not_told_by_their_name(tmp_path: Path) -> None:
+    home = tmp_path / "alice-in-person"
+    (home / "m").mkdir(parents=True)
+    done = doctor("--model", str(home / "m"), "--json", HOME=str(home))
+    assert "alice" not in done.stdout + done.stderr
+    assert "~/m has no config.json" in done.stdout
+
+
+@pytest.fixture
+def two_gib_cgroup() -> Iterator[Path]:
+    """A real cgroup with room for 2 GiB, where this machine lets one be made."""
+    for parent, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        directory = Path(parent) / f"kvortex-test-{os.getpid()}"
+        if not (Path(parent) / "cgroup.procs").exists():
+            continue
+        try:
+            directory.mkdir()
+            (directory / limit).write_text(str(2 * GIB))
+        except OSError:
+            if directory.is_dir():
+                directory.rmdir()
+            continue
+        yield directory
+        directory.rmdir()
+        return
+    pytest.skip("no cgroup can be made here")
+
+
+def test_a_cgroup_of_2_gib_is_what_there_is(two_gib_cgroup: Path, tmp_path: Path) -> None:
+    script = (
+        f"from pathlib import Path; import os; Path('{two_gib_cgroup}/cgroup.procs').write_text(str(os.getpid()))\n"
+    )
+    script += "from kvortex_cli.main import main; main()"
+
+    def inside(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, "-c", script, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environ, cwd=tmp_path)
+
+    found = {f["check"]: f for f in json.loads(inside("doctor", "--json").stdout)["findings"]}
+    usable = parse_size(found["ram"]["value"].split(" usable")[0])
+    assert 1 * GIB < usable <= 2 * GIB
+    assert two_gib_cgroup.name in found["ram"]["value"]
+    done = inside("serve", "M", "--set", "kv_cache.ram_cache_size=2147483648")
+    assert done.returncode == 2
+    assert "this process may use" in done.stderr
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    assert inside("init", str(tmp_path)).returncode == 0
+    # What init chooses, doctor has nothing against.
+    found = {f["check"]: f for f in json.loads(inside("doctor", "-c", "kvortex.yaml", "--json").stdout)["findings"]}
+    assert found["config"]["status"] == "ok", found["config"]
 
 
 def test_it_runs_here_and_shows_no_secret() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 HEAVY = ("torch", "vllm", "numpy", "httpx", "pynvml", "psutil", "prometheus_client", "huggingface_hub")
-COMMANDS = ("doctor", "init", "serve", "inspect", "bench")
+COMMANDS = ("doctor", "init", "serve", "inspect", "plan", "bench")
 PROBE = """
 import json, sys
 from kvortex_cli.main import main
@@ -33,6 +35,41 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert done.returncode == 0
     assert "Usage: " in done.stdout
     assert set(json.loads(done.stderr)).isdisjoint(HEAVY)
+
+
+ALL_COMMANDS = [
+    *([command] for command in COMMANDS if command != "bench"),
+    *(["bench", command] for command in ("transfer", "serve", "compare", "replay")),
+]
+
+
+def test_the_commands_here_are_all_there_are() -> None:
+    """So that a new command is held to what the tests below ask of each."""
+    from kvortex_cli.bench import bench_app
+    from kvortex_cli.main import app
+
+    named = {tuple(command) for command in ALL_COMMANDS}
+    assert named == {(str(c.name),) for c in app.registered_commands} | {
+        ("bench", str(c.name)) for c in bench_app.registered_commands
+    }
+
+
+@pytest.mark.parametrize("command", ALL_COMMANDS, ids=" ".join)
+def test_help_shows_an_example(command: list[str]) -> None:
+    assert f"Example: kvortex {' '.join(command)} " in " ".join(run(*command, "--help").stdout.split())
+
+
+@pytest.mark.parametrize("command", ALL_COMMANDS, ids=" ".join)
+def test_a_typo_in_an_option_names_the_right_one(kvortex: Any, command: list[str]) -> None:
+    offered = re.findall(r"^\s+(?:-\w, )?(--[a-z-]+)", run(*command, "--help").stdout, re.MULTILINE)
+    assert offered
+    for option in offered:
+        typo = option[:-2] + option[-1] + option[-2]
+        if typo == option:
+            continue
+        result = kvortex(*command, typo)
+        assert (result.code, result.out) == (2, "")
+        assert option in re.findall(r"--[a-z-]+", result.err.replace(typo, "")), result.err
 
 
 def test_help_names_every_command() -> None:

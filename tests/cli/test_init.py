@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -198,3 +201,75 @@ def test_an_odd_name_is_written_as_it_is(tmp_path: Path, name: str) -> None:
 def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     assert init(name, cwd=tmp_path).returncode == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lines for standard input, on a machine of two GPUs."""
+    report = GpuReport(Driver("570.1", (12, 8)), "", gpus(2), 2, None, "")
+    monkeypatch.setattr("kvortex.hardware.read_gpus", lambda: report)
+    monkeypatch.setattr("kvortex.hardware.read_ram", lambda: RAM)
+    monkeypatch.setattr("kvortex.config.vllm_install.installed_vllm", lambda: None)
+
+    def type_in(*lines: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+    return type_in
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA_70B))
+    return str(tmp_path / "llama")
+
+
+def test_empty_answers_write_what_init_writes_unasked(kvortex: Any, answers: Any, llama: str) -> None:
+    assert kvortex("init", llama, "-o", "plain.yaml").code == 0
+    answers("", "", "", "")
+    assert kvortex("init", llama, "-o", "asked.yaml", "--interactive").code == 0
+    plain, asked = (yaml.safe_load(Path(name).read_text()) for name in ("plain.yaml", "asked.yaml"))
+    assert asked == plain
+
+
+def test_answers_are_in_the_file_and_change_what_follows(kvortex: Any, answers: Any, llama: str) -> None:
+    answers(llama, "1", "0.9", "25%", "0")
+    result = kvortex("init", "-i", "-o", "k.yaml")
+    assert (result.code, result.out) == (0, ""), result.err
+    written = yaml.safe_load(Path("k.yaml").read_text())
+    assert (written["model"], written["tensor_parallel_size"], written["gpu_memory_utilization"]) == (llama, 1, 0.9)
+    assert (written["kv_cache"]["ram_cache_size"], written["kv_cache"]["offload_threshold"]) == ("25%", 0)
+    # 100 GB of blocks of 128 tokens x 320 KiB.
+    assert f"{100 * GB // (128 * 320 * 1024) * 128:,} tokens" in Path("k.yaml").read_text()
+
+
+def test_an_answer_that_serve_would_refuse_is_asked_again_and_says_why(kvortex: Any, answers: Any, llama: str) -> None:
+    answers("4", "two", "2", "90", "", "1TB", "12 gigs", "40GB", "85", "0.5")
+    result = kvortex("init", llama, "-i", "-o", "k.yaml")
+    assert result.code == 0, result.err
+    refusals = [line.removeprefix("error: ") for line in re.findall(r"error: .*", result.err)]
+    assert [refusal.split()[0].rstrip(":") for refusal in refusals] == [
+        "tensor_parallel_size",
+        "tensor_parallel_size",
+        "gpu_memory_utilization",
+        "kv_cache.ram_cache_size",
+        "kv_cache.ram_cache_size",
+        "kv_cache.offload_threshold",
+    ]
+    assert "2 visible GPUs" in refusals[0]
+    assert yaml.safe_load(Path("k.yaml").read_text())["kv_cache"]["ram_cache_size"] == "40GB"
+
+
+def test_input_that_ends_early_writes_nothing(kvortex: Any, answers: Any, llama: str) -> None:
+    answers("1")
+    assert kvortex("init", llama, "-i", "-o", "k.yaml").code == 130
+    assert not Path("k.yaml").exists()
+
+
+def test_without_a_model_it_says_how_to_name_one(kvortex: Any) -> None:
+    result = kvortex("init")
+    assert result.code == 2
+    assert result.err.splitlines() == [
+        "error: no model is named",
+        "hint: kvortex init MODEL, or --interactive to be asked",
+    ]

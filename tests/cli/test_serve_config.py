@@ -134,6 +134,33 @@ def test_a_machine_too_small_is_a_warning_in_a_dry_run_and_a_refusal_in_a_real_o
     assert "error: --set kv_cache.ram_cache_size: kv_cache.ram_cache_size is 4 PB" in real.err
 
 
+def test_a_request_log_that_cannot_be_is_refused_at_its_line(kvortex: Any, tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("model: M\nkv_cache:\n  ram_cache_size: 1MB\n  request_log: none/log.jsonl\n")
+    real = kvortex("serve", "-c", "f.yaml")
+    assert (real.code, real.out) == (2, "")
+    assert real.err.splitlines()[-2:] == [
+        "error: f.yaml:4: kv_cache.request_log: there is no folder none",
+        "hint: make it, or give another file",
+    ]
+    (tmp_path / "none").mkdir()
+    values = dry_run(kvortex, "-c", "f.yaml", "--set", "kv_cache.request_log_size=1GB")["values"]
+    assert values["kv_cache.request_log"] == {
+        "value": "none/log.jsonl",
+        "source": "f.yaml:4",
+        "source_kind": "file",
+    }
+    assert values["kv_cache.request_log_size"]["value"] == 10**9
+    table = kvortex("serve", "M", "--dry-run").out
+    assert "kv_cache.request_log null (none) default" in " ".join(table.split())
+    assert list((tmp_path / "none").iterdir()) == []
+
+
+def test_a_request_log_is_asked_for_by_environment(kvortex: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVORTEX_REQUEST_LOG", "log.jsonl")
+    values = dry_run(kvortex, "M")["values"]
+    assert values["kv_cache.request_log"]["source"] == "KVORTEX_REQUEST_LOG"
+
+
 def test_a_file_that_is_there_and_not_named_is_mentioned(kvortex: Any, tmp_path: Path) -> None:
     (tmp_path / "kvortex.yaml").write_text("seed: 1\n")
     assert "kvortex.yaml is here and not used" in kvortex("serve", "M", "--dry-run").err
@@ -165,3 +192,21 @@ def test_a_wrong_secret_is_refused_without_showing_it(kvortex: Any, tmp_path: Pa
     result = kvortex("serve", "M", "-c", "f.yaml", "--dry-run")
     assert result.code == 2
     assert SECRET not in result.out + result.err
+
+
+@pytest.mark.parametrize("option", ["--api-k", "--api-key", "--hf-tok", "--hf_t", "--api_key"])
+def test_a_secret_is_not_passed_on_by_a_way_around(kvortex: Any, option: str) -> None:
+    for form in ([option, SECRET], [f"{option}={SECRET}"]):
+        result = kvortex("serve", "M", "--dry-run", "--", *form)
+        assert (result.code, result.out) == (2, "")
+        assert result.err.startswith(f"error: {option}: ")
+        assert SECRET not in result.err
+
+
+def test_a_variable_that_names_a_missing_file_is_told_by_its_name(
+    kvortex: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVORTEX_CONFIG", "gone.yaml")
+    result = kvortex("serve", "M", "--dry-run")
+    assert result.code == 2
+    assert result.err.startswith("error: KVORTEX_CONFIG: names gone.yaml, and there is no such file")

@@ -14,6 +14,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, has_kv_transfer_group
 
+from kvortex.cache.costs import StepCosts
 from kvortex.transfer.base import CopyEngine, KVLayout
 from kvortex.transfer.slab import HostSlab
 from kvortex.vllm_plugin.connector import KVortexConnector
@@ -89,6 +90,7 @@ class Engine:
         snapshot = side.snapshot()
         tokens = snapshot["tokens"]
         assert tokens["vram_hit"] + tokens["ram_hit"] + tokens["computed"] == tokens["queried"], tokens
+        assert sum(snapshot["missed"].values()) == tokens["computed"], snapshot["missed"]
         side._index.check()
         side._residency.check()
         if side._prefetcher is not None:
@@ -146,7 +148,8 @@ def engine(
         else nullcontext()
     )
     assert not has_kv_transfer_group(), "vLLM keeps one connector a process: another engine is still running"
-    with replaced:
+    # What a busy machine takes for a step must not decide what a test loads.
+    with replaced, patch.object(StepCosts, "saw", lambda *_: None):
         llm = LLM(model, **{**arguments, **options})
         try:
             yield Engine(llm)

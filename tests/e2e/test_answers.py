@@ -89,13 +89,15 @@ def test_with_the_default_thresholds_a_pool_that_overflows_slowly_keeps_conversa
         assert stats["store"]["blocks"] > 0
 
 
-def test_a_pool_and_a_ram_far_smaller_than_the_load_still_answer_right(tiny_llama, expected):
-    settings = {**WRITE_THROUGH, "ram_cache_size": 30 * BLOCK_BYTES}
+@pytest.mark.parametrize("policy", ["adaptive", "lru"])
+def test_a_pool_and_a_ram_far_smaller_than_the_load_still_answer_right(tiny_llama, expected, policy):
+    settings = {**WRITE_THROUGH, "ram_cache_size": 30 * BLOCK_BYTES, "eviction_policy": policy}
     with engine(tiny_llama, settings, num_blocks=37) as vllm:
         for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 2, 1, 0], [0, 3, 3, 1]):
             assert [vllm.ask(CONVERSATIONS[i]) for i in order] == [expected[i] for i in order]
         stats = vllm.stats()
-        assert stats["evicted"]["ram_blocks"] > 0
+        assert stats["evicted"]["ram_blocks" if policy == "lru" else "vram_blocks"] > 0
+        assert policy == "lru" or stats["tokens"]["ram_hit"] > 0
         assert stats["tiers"]["ram"]["used_blocks"] <= 30
         assert stats["tiers"]["ram"]["pinned_blocks"] == 0
 

@@ -72,8 +72,8 @@ def settle(vllm: Engine, chaos: ChaosEngine) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     "settings",
-    [{"offload_threshold": 0.0}, {}, {"offload_threshold": 0.0, "eviction_policy": "adaptive"}],
-    ids=["write-through", "defaults", "adaptive"],
+    [{"offload_threshold": 0.0}, {}, {"offload_threshold": 0.0, "eviction_policy": "lru"}],
+    ids=["write-through", "defaults", "lru"],
 )
 def test_answers_are_right_and_nothing_leaks(tiny_llama, seed, settings, monkeypatch):
     rng = random.Random(seed)

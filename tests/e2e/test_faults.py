@@ -128,6 +128,7 @@ def test_a_failed_load_is_computed_and_the_request_does_not_fail(held, end):
     after = held.stats()
     assert after["failures"]["load"] - before["failures"]["load"] == HIT_BLOCKS
     assert after["failures"]["recomputed_tokens"] == HIT_BLOCKS * BLOCK_SIZE
+    assert after["missed"]["load_failed"] == HIT_BLOCKS * BLOCK_SIZE
     assert after["tokens"]["ram_hit"] == before["tokens"]["ram_hit"]
     assert after["tokens"]["computed"] - before["tokens"]["computed"] == len(TOKENS)
     assert after["tiers"]["ram"]["pinned_blocks"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.cli.terminal import Terminal
 from tests.e2e.engine import prompt
 from tests.e2e.server import Server
 
@@ -26,7 +28,7 @@ STATS_FIELDS = {
     "load": {"blocks", "bytes", "seconds", "in_flight"},
     "evicted": {"ram_blocks", "vram_blocks"},
     "dedup": {"references", "unique_blocks"},
-    "prefetch": {"issued_blocks", "used_blocks", "wasted_blocks"},
+    "prefetch": {"issued_blocks", "used_blocks", "wasted_blocks", "late_blocks"},
     "failures": {"store", "load", "recomputed_tokens"},
     "sessions": {"known", "active"},
 }
@@ -118,11 +120,39 @@ def test_prometheus_agrees_with_stats(server):
     assert {name: metrics.get(name) for name in expected} == expected
 
 
+def test_metrics_have_the_names_of_the_reference_and_no_others(server):
+    reference = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
+    documented = set(re.findall(r"^\| `(kvortex_\w+)`", reference.read_text(), re.MULTILINE))
+    assert {name.partition("{")[0] for name in server.metrics()} == documented
+
+
+def test_reasons_sum_to_what_was_computed_on_every_page(server):
+    stats, metrics = settled(server), server.metrics()
+    assert sum(stats["missed"].values()) == stats["tokens"]["computed"] > 0
+    by_reason = {f'kvortex_missed_tokens_total{{reason="{reason}"}}': n for reason, n in stats["missed"].items()}
+    assert {name: metrics.get(name) for name in by_reason} == by_reason
+
+
+def test_blocks_are_those_that_ram_holds(server):
+    stats = settled(server)
+    answer = server.client.get("/kvortex/blocks", params={"by": "uses", "top": 5})
+    assert answer.status_code == 200, answer.text
+    (engine,) = answer.json()["engines"]
+    ram, vram = engine["ram"], engine["vram"]
+    assert ram["blocks"] == stats["tiers"]["ram"]["used_blocks"] == sum(e["blocks"] for e in ram["by_uses"])
+    assert ram["block_bytes"] * ram["capacity_blocks"] == stats["tiers"]["ram"]["capacity_bytes"]
+    assert len(ram["first"]) == 5
+    uses = [block["uses"] for block in ram["first"]]
+    assert uses == sorted(uses, reverse=True)
+    assert uses[0] > 0
+    assert vram["clean_blocks"] == stats["tiers"]["vram"]["clean_blocks"]
+
+
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {KEY}"}])
 def test_kvortex_routes_ask_for_the_same_key_as_v1(server, headers):
     import httpx
 
-    for path in ("/kvortex/stats", "/v1/models"):
+    for path in ("/kvortex/stats", "/kvortex/blocks", "/kvortex/dashboard", "/v1/models"):
         assert httpx.get(server.url + path, headers=headers).status_code == 401, path
 
 
@@ -147,8 +177,25 @@ def test_inspect_shows_the_servers_own_numbers(server):
     table = kvortex("inspect", "stats", "--url", server.url, VLLM_API_KEY=KEY)
     assert table.returncode == 0, table.stderr
     assert f"{stats['tokens']['ram_hit']:,}" in table.stdout
+    assert stats["verdict"]["text"] in table.stdout.replace("\n", " ")
+    blocks = kvortex("inspect", "blocks", "--url", server.url, VLLM_API_KEY=KEY)
+    assert f"RAM: {stats['tiers']['ram']['used_blocks']:,} of" in blocks.stdout, blocks.stderr
     document = kvortex("inspect", "--url", server.url, "--json", VLLM_API_KEY=KEY)
     assert json.loads(document.stdout)["tokens"] == stats["tokens"]
+
+
+def test_inspect_watches_a_server_at_work_in_a_terminal_that_is_resized(server, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    with Terminal("inspect", "--watch", "--every", "0.2", "--url", server.url) as terminal:
+        terminal.wait_for(lambda rows: len(rows) == 24 and "live" in rows[-1])
+        server.complete(prompt(60, 500))
+        terminal.resize(60, 20)
+        server.complete(prompt(61, 500))
+        computed = f"{server.stats()['tokens']['computed']:,}"
+        rows = terminal.wait_for(lambda rows: len(rows) == 20 and any(computed in row for row in rows))
+        assert max(len(row) for row in rows) <= 60
+        terminal.type("q")
+        assert terminal.wait_for_end() == 0
 
 
 def test_inspect_says_that_a_key_is_needed(server):

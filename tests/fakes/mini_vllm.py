@@ -74,6 +74,7 @@ class MiniVllm:
             namespace=b"",
             loads_go_with_steps=False,
             hash_algorithm="sha256",
+            step_blocks=16,
         )
         self.clock = FakeClock()
         index = BlockIndex(num_slots, make_policy("lru", num_slots, idle_after_s=30.0))

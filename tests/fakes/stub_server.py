@@ -47,6 +47,8 @@ class StubServer(ThreadingHTTPServer):
         prompts: of the completion requests, in the order in which they came.
         stats: the document of /kvortex/stats; None is a server without it.
         metrics: the page of /metrics; None is a server without it.
+        blocks: the document of /kvortex/blocks; None is a server without it.
+        asked: the paths of GETs, with their queries.
     """
 
     daemon_threads = True
@@ -62,6 +64,8 @@ class StubServer(ThreadingHTTPServer):
         self.headers: list[dict[str, str]] = []
         self.stats: dict[str, Any] | None = None
         self.metrics: str | None = None
+        self.blocks: dict[str, Any] | None = None
+        self.asked: list[str] = []
         self.max_model_len = 100_000
         self.in_flight = self.most_in_flight = 0
         self.lock = threading.Lock()
@@ -106,7 +110,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         models = [{"id": "stub", "root": "/no/such/model", "max_model_len": self.server.max_model_len}]
         documents = {"/health": {}, "/version": {"version": "0.32.0"}, "/v1/models": {"data": models}}
-        if self.path == "/kvortex/stats" and self.server.stats is not None:
+        self.server.asked.append(self.path)
+        if self.path.startswith("/kvortex/blocks") and self.server.blocks is not None:
+            self._send(200, json.dumps(self.server.blocks))
+        elif self.path == "/kvortex/stats" and self.server.stats is not None:
             self._send(200, json.dumps(self.server.stats))
         elif self.path == "/metrics" and self.server.metrics is not None:
             self._send(200, self.server.metrics)

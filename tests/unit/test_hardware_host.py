@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -118,3 +120,34 @@ def test_a_child_that_breaks_says_how() -> None:
 def test_half_a_line_is_no_fact() -> None:
     report = try_pinning([64 * MIB], 1, command=child(INIT + 'print(\'{"event": "pin", "by\', end="")'))
     assert report.attempts == ()
+
+
+# A filter for the kernel: EPERM for set_mempolicy and mbind, as container runtimes have it; all else goes.
+DENIED = """
+import ctypes, struct, sys
+from kvortex.hardware.host import try_numa_binding
+from kvortex.transfer.numa import prefer_node
+
+rules = [(0x20, 0, 0, 0), (0x15, 2, 0, 237), (0x15, 1, 0, 238), (0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x00050001)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(rules), ctypes.addressof(code)))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+if libc.prctl(22, 2, program, 0, 0) != 0:
+    sys.exit(77)
+print(try_numa_binding(0))
+page = ctypes.create_string_buffer(3 * 4096)
+print(prefer_node((ctypes.addressof(page) + 4095) // 4096 * 4096, 4096, 0))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter has x86_64's numbers")
+def test_binding_that_a_container_denies_is_told_and_no_error() -> None:
+    """Field trial B53."""
+    done = subprocess.run([sys.executable, "-c", DENIED], capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip("no filter can be set here")
+    assert done.stdout.splitlines() == [
+        "BindAttempt(allowed=False, cause='Operation not permitted')",
+        "Operation not permitted",
+    ], done.stderr

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from kvortex.model_files import ModelUnavailableError, read_model_files
+from kvortex.model_files import ModelUnavailableError, Reason, read_model_files
+from tests.fakes.hub import WEIGHT_BYTES, fake_hub
 
 SECRET = "hf_TESTSECRET"
 
@@ -65,62 +64,39 @@ def test_a_single_file_has_no_configuration(tmp_path: Path) -> None:
         read_model_files(str(path))
 
 
-class Hub(BaseHTTPRequestHandler):
-    """A hub that answers `owner/code-403` with 403, and `owner/gated-401` as the real one does if gated."""
-
-    def do_HEAD(self) -> None:
-        kind, code = self.path.split("/")[2].split("-")
-        self.send_response(int(code))
-        if kind == "gated":
-            self.send_header("X-Error-Code", "GatedRepo")
-        elif code in ("401", "404"):
-            self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_HEAD
-
-    def log_request(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     constants = pytest.importorskip("huggingface_hub.constants")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    template = f"http://127.0.0.1:{server.server_port}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    yield
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with fake_hub() as running:
+        template = f"{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield
 
 
 @pytest.mark.parametrize(
-    ("model", "token", "why"),
+    ("model", "token", "why", "reason"),
     [
-        ("o/code-401", False, "no public repository"),
-        ("o/code-401", True, "refused the Hugging Face token"),
-        ("o/gated-401", False, "gated, and there is no Hugging Face token"),
-        ("o/gated-403", True, "has no access"),
-        ("o/code-404", False, "has no repository"),
-        ("o/code-429", False, "too many requests"),
-        ("o/code-503", False, "answers 503"),
+        ("o/code-401", False, "no public repository", Reason.NO_TOKEN),
+        ("o/code-401", True, "refused the Hugging Face token", Reason.BAD_TOKEN),
+        ("o/gated-401", False, "gated, and there is no Hugging Face token", Reason.NO_TOKEN),
+        ("o/gated-403", True, "has no access", Reason.NO_ACCESS),
+        ("o/code-404", False, "has no repository", Reason.NOT_FOUND),
+        ("o/code-429", False, "too many requests", Reason.NO_NETWORK),
+        ("o/code-503", False, "answers 503", Reason.NO_NETWORK),
     ],
 )
 def test_each_refusal_of_the_hub_has_its_own_message_and_none_shows_the_token(
-    hub: None, monkeypatch: pytest.MonkeyPatch, model: str, token: bool, why: str
+    hub: None, monkeypatch: pytest.MonkeyPatch, model: str, token: bool, why: str, reason: Reason
 ) -> None:
     if token:
         monkeypatch.setenv("HF_TOKEN", SECRET)
     with pytest.raises(ModelUnavailableError, match=why) as refused:
         read_model_files(model)
+    assert refused.value.reason is reason
     assert SECRET not in str(refused.value)
 
 
@@ -133,6 +109,14 @@ def test_offline_is_told_apart_from_absent(hub: None, monkeypatch: pytest.Monkey
 def test_a_name_that_is_no_name_is_refused(hub: None) -> None:
     with pytest.raises(ModelUnavailableError, match="neither a directory"):
         read_model_files("two words")
+
+
+@pytest.mark.parametrize(
+    ("model", "weights"), [("o/llama-200", WEIGHT_BYTES), ("o/shards-200", WEIGHT_BYTES), ("o/other-200", None)]
+)
+def test_weights_that_are_not_here_are_asked_for_and_not_downloaded(hub: None, model: str, weights: int | None) -> None:
+    assert read_model_files(model).weight_bytes is None
+    assert read_model_files(model, ask_for_weights=True).weight_bytes == weights
 
 
 def test_a_cached_configuration_needs_no_network(hub: None, tmp_path: Path) -> None:

@@ -26,9 +26,13 @@ CLASSES_AND_MEMBERS = [
     (
         BLOCK_POOL,
         "BlockPool",
-        ["blocks", "num_gpu_blocks", "cached_block_hash_to_block", "hash_block_size", "get_num_free_blocks"],
+        [
+            *("blocks", "num_gpu_blocks", "cached_block_hash_to_block", "hash_block_size", "get_num_free_blocks"),
+            "free_block_queue",
+        ],
     ),
-    ("v1/core/kv_cache_utils.py", "KVCacheBlock", ["block_id", "ref_cnt", "is_null"]),
+    ("v1/core/kv_cache_utils.py", "KVCacheBlock", ["block_id", "ref_cnt", "is_null", "next_free_block"]),
+    ("v1/core/kv_cache_utils.py", "FreeKVCacheBlockQueue", ["fake_free_list_head", "fake_free_list_tail"]),
     ("v1/kv_cache_interface.py", "FullAttentionSpec", []),
     ("v1/kv_cache_interface.py", "SlidingWindowSpec", ["sliding_window"]),
     ("v1/kv_cache_interface.py", "UniformTypeKVCacheSpecs", ["kv_cache_specs"]),
@@ -40,7 +44,7 @@ CLASSES_AND_MEMBERS = [
     (
         "v1/request.py",
         "Request",
-        ["skip_reading_prefix_cache", "block_hashes", "num_tokens", "num_preemptions", "request_id"],
+        ["skip_reading_prefix_cache", "block_hashes", "cache_salt", "num_tokens", "num_preemptions", "request_id"],
     ),
 ]
 FUNCTIONS = [

@@ -14,7 +14,6 @@ from kvortex.cache.policies.priority import Priority
 from kvortex.errors import UsageError
 
 __all__ = [
-    "DEFAULT_POLICY",
     "EVICTION_POLICIES",
     "LRU",
     "Adaptive",
@@ -37,9 +36,6 @@ _MAKERS: Mapping[str, Callable[[int, Clock, float], EvictionPolicy]] = MappingPr
 
 EVICTION_POLICIES: tuple[str, ...] = tuple(_MAKERS)
 """Their names."""
-
-DEFAULT_POLICY = "adaptive"
-"""What `default` stands for."""
 
 
 def make_policy(

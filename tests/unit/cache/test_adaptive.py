@@ -14,7 +14,7 @@ from kvortex.cache.policies.adaptive import policy as policy_module
 from kvortex.cache.policies.adaptive.facts import NUM_FACTS, cut
 from kvortex.cache.policies.adaptive.hazard import EDGES_S, HazardModel, age_bin
 from kvortex.cache.policies.adaptive.lru_judge import LRUJudge
-from kvortex.cache.policies.adaptive.runs import NO_RUN, Runs, Visit
+from kvortex.cache.policies.adaptive.runs import NO_RUN, NO_SLOT, Runs, Visit
 from kvortex.keys import BlockKey, block_key
 from tests.fakes.clock import FakeClock
 
@@ -100,6 +100,27 @@ def test_every_count_holds_whatever_happens(seed: int) -> None:
             blocked.discard(slot)
         policy.check()
         assert len(policy) == len(held) - len(blocked)
+
+
+def test_ghosts_among_blocks_that_nobody_told_of_stay_in_their_own_runs() -> None:
+    """Of a run given up only some blocks are remembered; between them, its old blocks are strangers."""
+    policy = Adaptive(NUM_SLOTS, clock=FakeClock())
+    prompt = keys_of(*range(8))
+    policy.prompt(prompt, 128)
+    policy.admitted(list(range(8)), BlockInfo(prompt, [0] * 8))
+    assert sorted(policy.evict(5)) == [3, 4, 5, 6, 7]
+    policy.admitted([3, 4, 5, 6, 7], BlockInfo(prompt[3:], [0] * 5))
+    policy.check()
+    assert sorted(policy.evict(8)) == list(range(8))
+
+
+@given(num_blocks=st.integers(1, 20), data=st.data())
+def test_every_fourth_block_given_up_and_the_last_is_remembered(num_blocks: int, data: st.DataObject) -> None:
+    keys = keys_of(*range(num_blocks))
+    given_up = sorted(data.draw(st.sets(st.integers(0, num_blocks - 1), min_size=1)), reverse=True)
+    ghosts, forgotten = policy_module._remembered(keys, given_up)
+    assert set(ghosts) == {keys[d] for d in given_up if d % 4 == 3 or d == num_blocks - 1}
+    assert sorted(ghosts + forgotten) == sorted(keys[d] for d in given_up)
 
 
 # ---- what it gives up
@@ -228,13 +249,19 @@ def test_blocks_on_which_a_held_run_hangs_stay() -> None:
     for depth in range(4):
         runs.add(depth, parent, depth)
     runs.hang(kid, parent, 1)
-    assert runs.leaf_slots(parent, 9) == [3, 2, 1, 0]
+    assert runs.remove_tail(parent, 1) == ([3], NO_RUN)
     runs.add(7, kid, 0)
-    assert runs.leaf_slots(parent, 9) == [3, 2]
-    assert runs.remove_all(parent, [3, 2]) == NO_RUN
+    assert runs.remove_tail(parent, 9) == ([2], NO_RUN)
     assert not runs.is_leaf(parent)
     assert runs.remove(7) == parent
     assert runs.is_leaf(parent)
+    assert runs.remove_tail(parent, 9) == ([1, 0], NO_RUN)
+    assert runs.deepest[parent] == NO_SLOT
+    runs.extend(parent, [5, 6], 1)
+    runs.extend(kid, [4], 0)
+    assert runs.next_depth(parent) == 3
+    assert list(runs.from_deepest(parent)) == [6, 5]
+    assert runs.remove_tail(kid, 9) == ([4], parent)
 
 
 def test_a_block_that_comes_late_finds_its_place() -> None:

@@ -57,6 +57,15 @@ def test_blocks_whose_fate_is_open_take_room() -> None:
     assert budget.allowed(Cause.QUEUED) >= first
 
 
+def test_even_sure_guesses_leave_half_of_vram_alone() -> None:
+    budget = PrefetchBudget(1000)
+    budget._rates[Cause.GUESS].saw(2000, used=True)
+    first = budget.allowed(Cause.GUESS)
+    assert 480 < first <= 500
+    budget.issued(Cause.GUESS, first)
+    assert budget.allowed(Cause.GUESS) == 0
+
+
 def test_hints_that_are_worth_nothing_do_not_spoil_the_guesses_rate() -> None:
     budget = PrefetchBudget(1000)
     budget.requests_loaded(10_000)

@@ -14,6 +14,7 @@ from kvortex.cache.prefetch.budget import WASTE_SHARE, Cause, PrefetchBudget
 from kvortex.cache.prefetch.demand import Demand
 from kvortex.cache.prefetch.planner import HINT_LASTS_S, MAX_TARGETS, Chunk, PrefetchPlanner
 from kvortex.cache.sessions.book import SessionBook
+from kvortex.cache.sessions.rhythm import NUM_PACES
 from kvortex.cache.sessions.session import Scope, Session
 from kvortex.keys import BlockKey, block_key
 from tests.fakes.clock import FakeClock
@@ -234,11 +235,17 @@ def test_the_likelier_conversation_comes_first() -> None:
 
 def test_nothing_goes_that_is_as_likely_to_be_asked_for() -> None:
     stage = generous(Stage(capacity=40))
-    for i in range(8):
-        stage.talk(i, 20, turns=4)
-    stage.vram.content.update(dict.fromkeys(keys_of(7, 20), stage.book.named(NOBODY, "s7")))
-    stage.vram.content.update(dict.fromkeys(keys_of(6, 20), stage.book.named(NOBODY, "s6")))
-    assert stage.bring_all() == []
+    for pace in range(NUM_PACES):
+        for _ in range(300):
+            stage.book.rhythms.returned(pace, 100.0)
+    lost, there = stage.talk(1, 20, turns=1), stage.talk(2, 40, turns=1)
+    stage.vram.content.update(dict.fromkeys(there.keys, there))
+    assert stage.plan() is None
+    there.requests = 0
+    stage.vram.content.update(dict.fromkeys(there.keys))  # the same blocks, of nobody's
+    chunk = stage.plan()
+    assert chunk is not None
+    assert chunk.target.session is lost
 
 
 def test_who_is_not_in_ram_is_not_looked_at_again() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvortex.cache.residency import Residency
+from kvortex.cache.residency import Candidate, Residency
 from kvortex.keys import BlockKey
 
 
@@ -83,7 +83,7 @@ def test_the_longest_unused_block_is_taken_first(residency):
     for block_id, name in enumerate("abc"):
         residency.block_cached(block_id, key(name), in_ram=False)
     residency.used([0])
-    assert taken(residency, 2) == [1, 2]
+    assert sorted(taken(residency, 2)) == [1, 2]
     assert taken(residency, 2) == [0]
 
 
@@ -133,12 +133,58 @@ def test_a_copy_that_ram_gave_up_makes_the_block_resident_but_not_due_before_its
     residency.check()
 
 
+def test_a_block_that_ram_declined_is_resident_but_neither_due_nor_missed_before_its_next_use(residency):
+    residency.block_cached(1, key("a"), in_ram=False)
+    residency.block_cached(2, key("a"), in_ram=False)
+    assert taken(residency, 1) == [1]
+    residency.declined([key("a")])
+    assert (residency.resident_blocks, residency.given_up_blocks) == (2, 2)
+    assert residency.is_given_up(key("a"))
+    assert taken(residency, 2) == []
+    residency.used([2])
+    assert not residency.is_given_up(key("a"))
+    assert residency.given_up_blocks == 0
+    assert taken(residency, 2) == [2]
+    residency.check()
+
+
+def test_a_block_given_up_is_forgotten_with_its_last_vram_block(residency):
+    residency.block_cached(1, key("a"), in_ram=True)
+    residency.copies_lost([key("a")])
+    residency.block_uncached(1, key("a"))
+    assert residency.given_up_blocks == 0
+    residency.block_cached(1, key("a"), in_ram=False)
+    assert not residency.is_given_up(key("a"))
+    assert taken(residency, 1) == [1]
+    residency.check()
+
+
+def test_a_block_given_up_that_is_computed_again_is_due(residency):
+    residency.block_cached(1, key("a"), in_ram=True)
+    residency.copies_lost([key("a")])
+    residency.block_cached(2, key("a"), in_ram=False)
+    assert residency.given_up_blocks == 0
+    assert taken(residency, 2) == [2]
+    residency.check()
+
+
+def test_heads_are_taken_before_tails_whether_their_request_runs_or_has_ended(residency):
+    for block_id in range(1, 9):
+        residency.block_cached(block_id, key(str(block_id)), in_ram=False)
+    residency.used([4, 3, 2, 1])  # one request ended, its tail first; another with its head, 1 and 2, still runs
+    running = {1, 2, 5, 6, 7, 8}
+    assert taken(residency, 10, running.__contains__) == [1, 2, 5, 6, 7, 8, 3, 4]
+
+
 def test_emptied_ram_makes_every_block_due_again(residency):
     residency.block_cached(1, key("a"), in_ram=True)
     residency.block_cached(2, key("b"), in_ram=False)
+    residency.block_cached(3, key("c"), in_ram=True)
+    residency.copies_lost([key("c")])
     residency.all_copies_lost()
-    assert residency.resident_blocks == 2
-    assert sorted(taken(residency, 5)) == [1, 2]
+    assert residency.resident_blocks == 3
+    assert residency.given_up_blocks == 0
+    assert sorted(taken(residency, 5)) == [1, 2, 3]
     residency.check()
 
 
@@ -146,4 +192,20 @@ def test_a_reset_of_vllms_cache_forgets_all(residency):
     residency.block_cached(1, key("a"), in_ram=True)
     residency.clear()
     assert residency.complete_blocks == residency.clean_blocks == residency.queued_blocks == 0
+    residency.check()
+
+
+def test_a_copy_is_spared_once_a_use_and_only_of_a_block_that_vram_keeps(residency, clock):
+    residency.block_cached(1, key("a"), in_ram=True)
+    assert residency.stays(key("a"), in_use=lambda _: True, let_go_after_s=clock.now)
+    residency.used([1])
+    assert not residency.stays(key("a"), in_use=nothing_in_use, let_go_after_s=clock.now), "taken with the next ones"
+    assert residency.stays(key("a"), in_use=nothing_in_use, let_go_after_s=clock.now - 1)
+    residency.copies_spared([key("a")])
+    assert residency.is_due(1)
+    assert residency.take_these([1, 2]) == [Candidate(1, key("a"))]
+    residency.copied(key("a"))
+    assert not residency.stays(key("a"), in_use=lambda _: True, let_go_after_s=0.0), "spared since its last use"
+    residency.used([1])
+    assert residency.stays(key("a"), in_use=lambda _: True, let_go_after_s=0.0)
     residency.check()

@@ -100,6 +100,39 @@ def test_a_model_that_is_not_understood_is_left_to_the_connector(tmp_path: Path)
     assert found(sets=("kv_cache.ram_cache_size=1",), model=str(tmp_path)) == []
 
 
+def for_log(path: Path) -> list[str]:
+    return found(sets=(f"kv_cache.request_log={path}",))
+
+
+def test_a_request_log_may_be_new_empty_or_another_servers(tmp_path: Path) -> None:
+    log = tmp_path / "requests.jsonl"
+    assert for_log(log) == []
+    log.write_text("")
+    assert for_log(log) == []
+    log.write_text('{"timestamp": 1}\n')
+    assert for_log(log) == []
+    assert log.read_text() == '{"timestamp": 1}\n'
+
+
+def test_a_request_log_that_would_fail_late_is_found_early(tmp_path: Path) -> None:
+    notes, link, rotated = tmp_path / "notes", tmp_path / "link", tmp_path / "new.1"
+    notes.write_text("not to be moved")
+    rotated.write_text("not to be overwritten")
+    link.symlink_to(notes)
+    for path, says in {
+        tmp_path / "none" / "log": f"there is no folder {tmp_path / 'none'}",
+        tmp_path: f"{tmp_path} is a folder",
+        link: f"{link} is no plain file",
+        notes: f"{notes} is there and is no request log",
+        tmp_path / "new": f"{rotated} is there and is no request log",
+        Path("/proc/log"): "the folder /proc cannot be written" if os.getuid() else "",
+    }.items():
+        if says:
+            (problem,) = for_log(path)
+            assert problem.startswith(f"--set kv_cache.request_log: kv_cache.request_log: {says}"), problem
+    assert found(sets=(f"kv_cache.request_log={notes}", "kv_cache.backend=none")) == []
+
+
 @contextmanager
 def listener(host: str) -> Iterator[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

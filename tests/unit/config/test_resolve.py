@@ -100,7 +100,7 @@ def test_the_environment_names_the_file_and_the_command_line_another(tmp_path: P
     missing = str(tmp_path / "b.yaml")
     with pytest.raises(ConfigError, match=r"b\.yaml: there is no such file"):
         resolve(CommandLine(config=missing), environment, MACHINE)
-    with pytest.raises(ConfigError, match=r"b\.yaml: there is no such file"):
+    with pytest.raises(ConfigError, match=r"KVORTEX_CONFIG: names .*b\.yaml, and there is no such file"):
         resolve(CommandLine("M"), {"KVORTEX_CONFIG": missing}, MACHINE)
     with pytest.raises(ConfigError, match="KVORTEX_CONFIG: names no file"):
         resolve(CommandLine("M"), {"KVORTEX_CONFIG": ""}, MACHINE)

@@ -47,8 +47,10 @@ def test_the_defaults_are_the_documented_ones_in_base_units() -> None:
         "prefetch_enabled": True,
         "num_streams": 4,
         "block_size": 128,
-        "eviction_policy": "lru",
+        "eviction_policy": "adaptive",
         "transfer_timeout": 30.0,
+        "request_log": None,
+        "request_log_size": 256_000_000,
     }
 
 
@@ -90,6 +92,8 @@ WRONG = {
     "block_size": [0, -16, 100, 128.0, "128", True, None],
     "eviction_policy": ["LRU", "fifo", None, 1],
     "transfer_timeout": [0, "0s", -1, None, True],
+    "request_log": ["", "  ", 1, True, [], "a\0b", "~nobody-of-this-name/log"],
+    "request_log_size": [0, "999999", "1kB", None, True, "256M"],
 }
 
 
@@ -113,6 +117,8 @@ def test_a_bad_value_is_refused_by_key_at_its_place(key: str, value: object) -> 
         ("num_streams", 64),
         ("block_size", 16),
         ("prefetch_enabled", False),
+        ("request_log", None),
+        ("request_log_size", 10**6),
     ],
 )
 def test_a_value_at_the_edge_of_its_range_is_fine_by_itself(key: str, value: object) -> None:
@@ -135,6 +141,11 @@ def test_a_range_is_named_in_the_message() -> None:
 )
 def test_the_suggested_ram_cache_is_half_of_what_is_usable_and_at_most_256_gb(available: int, size: int) -> None:
     assert default_ram_cache_size(available) == size
+
+
+def test_a_home_is_named_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert read(request_log="~/log").request_log == "/home/someone/log"
 
 
 class TestExtraConfig:

@@ -94,6 +94,29 @@ def test_what_is_moved_is_counted_in_bytes() -> None:
     assert (result.bytes_stored, result.bytes_loaded) == (3 * BLOCK, 2 * BLOCK)
 
 
+@pytest.mark.parametrize("policy", ALL)
+def test_an_answers_blocks_are_held_and_hit_at_the_next_turn(policy: str) -> None:
+    first = TracedRequest(0.0, 2 * BLOCK_TOKENS, 600, (0, 1), (2,))
+    second = TracedRequest(60.0, 4 * BLOCK_TOKENS, 10, (0, 1, 2, 3))
+    for vram in (0, 10):
+        result = play([TracedRequest(0.0, 0, 0, ()), first, second], policy, 10, vram)
+        assert result.hit_tokens == 3 * BLOCK_TOKENS
+        assert result.vram_hit_tokens == (3 * BLOCK_TOKENS if vram else 0)
+
+
+def test_the_size_of_a_block_is_the_traces() -> None:
+    requests = [TracedRequest(float(n), 64, 10, (0, 1), (), 32) for n in range(4)]
+    result = replay(requests, "lru", ram_bytes=3 * 32, vram_bytes=0, token_bytes=1)
+    assert (result.ram_blocks, result.hit_tokens, result.bytes_loaded) == (3, 2 * 64, 2 * 64)
+
+
+def test_the_warm_up_is_played_and_not_counted() -> None:
+    requests = asked([0], [0], [0], [0])
+    for warm_up, counted_requests, blocks in ((0.0, 4, 3), (0.25, 3, 3), (0.75, 1, 1)):
+        result = replay(requests, "lru", ram_bytes=4 * BLOCK, vram_bytes=0, token_bytes=1, warm_up=warm_up)
+        assert (result.requests, result.hit_tokens) == (counted_requests, blocks * BLOCK_TOKENS)
+
+
 # ---- Belady
 
 
@@ -180,6 +203,25 @@ def test_a_working_set_larger_than_ram_hits_at_least_half_of_what_fits(ratio: fl
     assert play(requests, "adaptive", ram).hit_rate >= fits / 2
     if ratio > 1:
         assert play(requests, "lru", ram).hit_rate == 0
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.1, 1.2, 1.3])
+def test_a_working_set_larger_than_vram_and_ram_hits_at_least_half_of_what_fits_both(ratio: float) -> None:
+    blocks_each, vram, ram = 20, 16 * 20, 20 * 20
+    conversations = round(36 * ratio)
+    requests = round_robin(conversations=conversations, blocks_each=blocks_each, rounds=10)
+    fits = (vram + ram) / (conversations * blocks_each)
+    assert play(requests, "adaptive", ram, vram).hit_rate >= (fits / 2 if ratio > 1 else 0.9)
+    if ratio > 1:
+        assert play(requests, "lru", ram, vram).hit_rate == 0
+
+
+def test_a_block_in_vram_gives_up_its_place_in_ram_and_is_stored_again_once_a_visit() -> None:
+    """Sixteen conversations in VRAM, twenty in RAM, in turn: each visit is a load and a store, no more."""
+    requests = round_robin(conversations=34, blocks_each=20, rounds=10)
+    result = play(requests, "lru", 20 * 20, 16 * 20)
+    assert result.hit_rate == 1.0
+    assert result.bytes_stored <= result.queried_tokens
 
 
 def test_one_off_prompts_do_not_flush_conversations() -> None:

@@ -100,6 +100,16 @@ def test_what_is_brought_lies_at_the_warm_end_its_tail_to_go_first() -> None:
     assert order[-20:] == keys[::-1]
 
 
+def test_of_a_chunk_too_the_tail_goes_first() -> None:
+    engine = expecting_returns()
+    a_lost_session(engine)
+    engine.step()
+    there = in_vram(engine, 1, 20)
+    assert 0 < there < 20
+    order = [key for _, key in engine.prefetcher._pool.next_free()]
+    assert order[-there:] == [block_key(h, 0) for h in hashes_of(1, there)][::-1]
+
+
 def test_a_prefix_that_is_still_there_is_kept_and_only_the_rest_loaded() -> None:
     engine = expecting_returns()
     engine.run(request("first", hashes_of(1, 20), session="a"))
@@ -202,13 +212,19 @@ def test_requests_that_find_too_little_get_all_there_is() -> None:
     engine = expecting_returns()
     a_lost_session(engine)
     engine.max_running = 1
+    engine.clock.advance(6.0)  # it is expected any moment
     held = engine.pool.get_new_blocks(50)
+    engine.prefetcher._begun = 50  # by one that has just begun, and will not grow
     engine.submit(request("large", hashes_of(7, 30)))
     for _ in range(5):
         engine.clock.advance(0.01)
         engine.step()
     assert engine.waiting, "the request has to wait for blocks"
     assert engine.side.snapshot()["prefetch"]["issued_blocks"] == 0
+    engine.abort(engine.waiting[0])
+    engine.prefetcher._demand._shortage = 0.0
+    engine.step()
+    assert engine.side.snapshot()["prefetch"]["issued_blocks"] > 0, "it was not the shortage"
     engine.pool.free_blocks(held)
     engine.run()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from typing import Final
 
 from kvortex.cache.policies.adaptive.hazard import EDGES_S, NUM_BINS
@@ -61,19 +60,21 @@ class Births:
         if self._runs.in_lru[run]:
             self._lru_blocks -= blocks
 
-    def crossings(self, now_s: float) -> Iterator[tuple[int, int]]:
+    def crossings(self, now_s: float) -> list[tuple[int, int]]:
         """Runs, and the age bin that each has lived through; their `age_bin` is moved on."""
-        runs, left = self._runs, _CROSSINGS_A_CALL
+        ring, size, end = self._ring, self._size, self.end
+        born_s, age_bin = self._runs.born_s, self._runs.age_bin
+        crossed: list[tuple[int, int]] = []
         for bin_ in range(NUM_BINS):
             due_s = now_s - EDGES_S[bin_ + 1]
             birth = max(self._next_due[bin_], self.first)
-            while birth < self.end and left and runs.born_s[self.at(birth)] <= due_s:
-                run = self.at(birth)
+            stop = min(end, birth + _CROSSINGS_A_CALL - len(crossed))
+            while birth < stop and born_s[run := ring[birth % size]] <= due_s:
                 birth += 1
-                left -= 1
-                runs.age_bin[run] = bin_ + 1
-                yield run, bin_
+                age_bin[run] = bin_ + 1
+                crossed.append((run, bin_))
             self._next_due[bin_] = birth
+        return crossed
 
     def lru_gives_up(self) -> None:
         """The oldest runs leave LRU until what is waiting in the others fits."""

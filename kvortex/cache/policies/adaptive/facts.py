@@ -48,7 +48,7 @@ def cut(history: Sequence[tuple[int, int]], num_blocks: int) -> Iterator[Cut]:
     before: tuple[int, int] | None = None
     last_tag: tuple[int, int] | None = None
     for j, uses_and_sessions in enumerate(history):
-        if uses_and_sessions == before:
+        if uses_and_sessions is before or uses_and_sessions == before:
             continue
         before = uses_and_sessions
         tag = (_uses_bucket(before[0]), _steps(before[1], _SESSIONS))

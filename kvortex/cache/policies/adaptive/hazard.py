@@ -70,7 +70,6 @@ _PHI: Final[Floats] = np.concatenate(
     ],
     axis=1,
 )
-_ENDS_BEFORE: Final = np.tril(np.ones((NUM_BINS, NUM_BINS), bool), -1)
 _ZONE: Final = np.arange(NUM_BINS) // _BINS_A_ZONE
 
 
@@ -163,8 +162,7 @@ class HazardModel:
         np.cumsum(alive[:, :-1] * _WIDTHS * (1 - hazard / 2), axis=1, out=held[:, 1:])
         gained: Any = alive[:, :-1, None] - alive[:, None, 1:]  # [row, from, to]
         spent: Any = held[:, None, 1:] - held[:, :-1, None]
-        gained[:, _ENDS_BEFORE] = 0.0
-        spent[:, _ENDS_BEFORE] = 1.0
+        # An end that is before its start gains nothing, or less: it is never the best.
         best = (gained / np.maximum(spent, 1e-9)).max(2)
         # Where hardly any survive the differences cancel to noise; a horizon of one bin needs none.
         one_bin = hazard / (_WIDTHS * (1 - hazard / 2))

@@ -33,6 +33,16 @@ class KnownBlocks:
         return self._runs.run_of[place] if place >= 0 else (-1 - place) >> 1
 
     @staticmethod
+    def run_of_ghost(place: int | None) -> int:
+        assert place is not None, "a block that is not known"
+        assert place < 0, f"a block that is in slot {place} already"
+        return (-1 - place) >> 1
+
+    @staticmethod
+    def are_ghosts_of(run: int, places: Sequence[int | None]) -> bool:
+        return {_ghost(run), _ghost(run, given_up=True)}.issuperset(places)
+
+    @staticmethod
     def was_given_up(place: int) -> bool:
         return place < 0 and (-1 - place) & 1 == 1
 
@@ -54,12 +64,12 @@ class KnownBlocks:
         for run in after:
             named[run] += 1
 
-    def hold(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> None:
-        """Ghosts are held from now on, under these very key objects."""
+    def hold(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> list[int | None]:
+        """Ghosts are held from now on. Returns the place that each had; None for a key not known, which is left out."""
         # Keys given again are other objects than those the index holds; kept apart, they would take their bytes twice.
-        self._places.remove(keys)
-        self._places.add(keys, slots)
-        self._held += len(keys)
+        places = self._places.replace(keys, slots)
+        self._held += len(keys) - places.count(None)
+        return places
 
     def let_go(self, run: int, ghosts: Sequence[BlockKey], forgotten: Sequence[BlockKey], *, given_up: bool) -> None:
         """Blocks of the run are held no more: some are ghosts, the others are not known any more."""

@@ -33,20 +33,13 @@ class Leaves:
         """None: there is no leaf."""
         return self._by_rank.lowest_rank() if self._by_rank else None
 
-    def worst(self, most: int, *, by_age: bool) -> tuple[int, list[int]]:
-        """The run to take room from first, and one to `most` of its slots, tail first.
-
-        Args:
-            by_age: take the oldest instead of the one of lowest rank.
-        """
-        runs = self._runs
-        if self._by_rank:
-            # Of one rank the newest: that it is the better of the two is a coin flip.
-            run = self._by_age.oldest_of_highest() if by_age else self._by_rank.newest_of_lowest()
-            return run, runs.leaf_slots(run, most)
-        # Every tail is pinned, or hangs on a pinned one: heads must do.
-        run = self._others.newest_of_lowest()
-        return run, [slot for slot in runs.from_deepest(run) if not runs.is_blocked(slot)][:most]
+    def worst(self, *, by_age: bool) -> int:
+        """The leaf to take room from first: of the lowest rank, or `by_age`, the oldest. If there is none, every tail
+        is pinned, or hangs on a pinned one: another run, whose heads must do."""
+        if not self._by_rank:
+            return self._others.newest_of_lowest()
+        # Of one rank the newest: that it is the better of the two is a coin flip.
+        return self._by_age.oldest_of_highest() if by_age else self._by_rank.newest_of_lowest()
 
     def settle(self, run: int) -> None:
         """Puts a run where what it holds says: leaf, other, or nowhere. One that stays a leaf keeps its place."""

@@ -87,35 +87,56 @@ class Adaptive:
     # ---- slots
 
     def admitted(self, slots: Sequence[int], blocks: BlockInfo) -> None:
-        runs = self._runs
         self._make_room(len(slots))
-        known = self._known.find(blocks.keys)
-        if len(known) < len(slots):
-            self._meet([i for i in range(len(slots)) if i not in known], blocks)
-            known = self._known.find(blocks.keys)
-        keys_of: dict[int, list[BlockKey]] = {}
-        last_run, depth = NO_RUN, 0
-        for i, slot in enumerate(slots):
-            key, place = blocks.keys[i], known[i]
-            assert place < 0, f"the block admitted to slot {slot} is in slot {place}"
-            run = self._known.run_at(place)
-            keys = keys_of.get(run)
-            if keys is None:
-                keys = keys_of[run] = list(runs.keys[run])
-            depth = depth + 1 if run == last_run else 0
-            if depth >= len(keys) or keys[depth] != key:
-                depth = keys.index(key)
-            last_run = run
-            keys[depth] = key
-            runs.add(slot, run, depth)
-        self._known.hold(blocks.keys, slots)
+        keys = blocks.keys
+        places = self._known.hold(keys, slots)
+        strangers = [i for i, place in enumerate(places) if place is None]
+        if strangers:
+            self._meet(strangers, blocks)
+            met = self._known.hold([keys[i] for i in strangers], [slots[i] for i in strangers])
+            for i, place in zip(strangers, met, strict=True):
+                places[i] = place
+        changed: dict[int, None] = {}
+        start = 0
+        while start < len(slots):
+            run = self._known.run_of_ghost(places[start])
+            changed[run] = None
+            start = self._take_in(run, start, keys, slots, places)
         self._evictable += len(slots)
-        for run, held_keys in keys_of.items():
-            runs.keys[run] = tuple(held_keys)
+        for run in changed:
             self._leaves.settle(run)
-            parent = runs.parent_of(run)
+            parent = self._runs.parent_of(run)
             if parent != NO_RUN:
                 self._leaves.settle(parent)
+
+    def _take_in(
+        self, run: int, start: int, keys: Sequence[BlockKey], slots: Sequence[int], places: Sequence[int | None]
+    ) -> int:
+        """The blocks of a batch from `start` on that were the run's ghosts are in their slots, and their keys are these
+        very objects from now on. Returns where they end."""
+        runs = self._runs
+        its_keys = runs.keys[run]
+        depth = free = runs.next_depth(run)
+        if depth >= len(its_keys) or its_keys[depth] != keys[start]:
+            depth = its_keys.index(keys[start])
+        end = min(len(keys), start + len(its_keys) - depth)
+        some = tuple(keys[start:end])
+        is_tail = depth >= free and its_keys[depth : depth + len(some)] == some
+        if is_tail and self._known.are_ghosts_of(run, places[start:end]):
+            runs.extend(run, slots[start:end], depth)
+            runs.keys[run] = its_keys[:depth] + some + its_keys[depth + len(some) :]
+            return end
+        changed = list(its_keys)
+        end = start
+        while end < len(keys) and self._known.run_of_ghost(places[end]) == run:
+            if depth >= len(its_keys) or its_keys[depth] != keys[end]:
+                depth = its_keys.index(keys[end])
+            changed[depth] = keys[end]
+            runs.add(slots[end], run, depth)
+            depth += 1
+            end += 1
+        runs.keys[run] = tuple(changed)
+        return end
 
     def _meet(self, strangers: Sequence[int], blocks: BlockInfo) -> None:
         """Blocks of which no prompt told, or so long ago that it was forgotten: each stretch of them is a prompt."""
@@ -180,17 +201,17 @@ class Adaptive:
     def _give_up(self, most: int) -> list[int]:
         """Gives up one to `most` slots of the run that is worth least; `flush` is for the caller."""
         runs = self._runs
-        run, slots = self._leaves.worst(most, by_age=self._judge.be_lru)
+        run = self._leaves.worst(by_age=self._judge.be_lru)
         keys = runs.keys[run]
-        depths = [runs.depth_of[slot] for slot in slots]
-        parent = runs.remove_all(run, slots)
-        self._evictable -= len(slots)
-        if self._births.follows(run):
-            last = len(keys) - 1
-            ghosts = [keys[d] for d in depths if d % _GHOST_EVERY == _GHOST_EVERY - 1 or d == last]
-            forgotten = [keys[d] for d in depths if d % _GHOST_EVERY != _GHOST_EVERY - 1 and d != last]
+        if runs.is_leaf(run):
+            slots, parent = runs.remove_tail(run, most)
         else:
-            ghosts, forgotten = [], [keys[d] for d in depths]
+            slots = [slot for slot in runs.from_deepest(run) if not runs.is_blocked(slot)][:most]
+            parent = [runs.remove(slot) for slot in slots][-1]
+        self._evictable -= len(slots)
+        ghosts, forgotten = _remembered(keys, [runs.depth_of[slot] for slot in slots])
+        if not self._births.follows(run):
+            ghosts, forgotten = [], ghosts + forgotten
         self._known.let_go(run, ghosts, forgotten, given_up=True)
         self._settle_after(run, parent)
         return slots
@@ -219,6 +240,22 @@ class Adaptive:
         assert sum(runs.evictable[run] for run in alive) == self._evictable, self._evictable
         self._leaves.check(alive)
         self._births.check()
+
+
+def _remembered(keys: Sequence[BlockKey], depths: Sequence[int]) -> tuple[list[BlockKey], list[BlockKey]]:
+    """Of the blocks of a run at these depths, the deepest first: those that are remembered, and those that are not."""
+    deepest, last = depths[0], len(keys) - 1
+    shallowest = depths[-1]
+    if deepest - shallowest >= len(depths):  # there are holes
+        stay = [d for d in depths if d % _GHOST_EVERY == _GHOST_EVERY - 1 or d == last]
+        return [keys[d] for d in stay], [keys[d] for d in depths if d not in stay]
+    ghosts, forgotten = [], list(keys[shallowest : deepest + 1])
+    if deepest == last:
+        ghosts.append(forgotten.pop())
+    every = slice((_GHOST_EVERY - 1 - shallowest) % _GHOST_EVERY, None, _GHOST_EVERY)
+    ghosts += forgotten[every]
+    del forgotten[every]
+    return ghosts, forgotten
 
 
 def _follows(before: int, after: int, positions: Sequence[int]) -> bool:

@@ -158,7 +158,11 @@ class Prompts:
 
     def _bear(self, keys: Sequence[BlockKey], old: Sequence[int], visit: Visit) -> list[tuple[int, Cut]]:
         runs = self._runs
-        history = [(runs.uses[run] + 1, runs.sessions[run] + (runs.visit[run].session != visit.session)) for run in old]
+        told = {
+            run: (runs.uses[run] + 1, runs.sessions[run] + (runs.visit[run].session != visit.session))
+            for run in dict.fromkeys(old)
+        }
+        history = [told[run] for run in old]
         born: list[tuple[int, Cut]] = []
         facts: list[tuple[float, ...]] = []
         for part in cut(history, len(keys)):
@@ -209,9 +213,9 @@ class Prompts:
 
     def _let_time_pass(self, now_s: float) -> None:
         self._now_s = self._leaves.now_s = now_s
-        runs = self._runs
+        runs, saw, rerank = self._runs, self._model.saw, self._leaves.rerank
+        waiting, facts, class_ = runs.waiting, runs.facts, runs.class_
         for run, bin_ in self._births.crossings(self._now_s):
-            waiting = runs.waiting[run]
-            if waiting:
-                self._model.saw(runs.facts[run], bin_, hit=False, blocks=waiting, class_=runs.class_[run])
-            self._leaves.rerank(run)
+            if blocks := waiting[run]:
+                saw(facts[run], bin_, hit=False, blocks=blocks, class_=class_[run])
+            rerank(run)

@@ -10,7 +10,7 @@ values rather than an object a run, so that the garbage collector has little to 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -86,12 +86,13 @@ class Runs:
             *(self.class_, self.age_bin, self.waiting, self.named, self.in_lru, self.deepest, self.evictable),
             *(self._parent, self._parent_birth, self._parent_depth, self._kids, self._kids_depth),
         ]
-        self.run_of = array("i", [NO_RUN]) * num_slots
-        self.depth_of = array("i", [0]) * num_slots
+        # One more than there are slots: NO_SLOT, -1, may be written to, and is never to be given up.
+        self.run_of = array("i", [NO_RUN]) * (num_slots + 1)
+        self.depth_of = array("i", [0]) * (num_slots + 1)
         """Index of a slot's block in its run."""
-        self._deeper = array("i", [NO_SLOT]) * num_slots
-        self._shallower = array("i", [NO_SLOT]) * num_slots
-        self._blocked = bytearray(num_slots)
+        self._deeper = array("i", [NO_SLOT]) * (num_slots + 1)
+        self._shallower = array("i", [NO_SLOT]) * (num_slots + 1)
+        self._blocked = bytearray(num_slots) + b"\1"
 
     # ---- runs
 
@@ -179,12 +180,38 @@ class Runs:
         if first:
             self._add_to_parent(run)
 
+    def next_depth(self, run: int) -> int:
+        """One deeper than its deepest block held."""
+        slot = self.deepest[run]
+        return 0 if slot == NO_SLOT else self.depth_of[slot] + 1
+
+    def extend(self, run: int, slots: Sequence[int], depth: int) -> None:
+        """The run's blocks from `depth` on are in these slots, head first; it holds none that is as deep."""
+        run_of, depth_of = self.run_of, self.depth_of
+        deeper_of, shallower_of = self._deeper, self._shallower
+        last = first = self.deepest[run]
+        assert first == NO_SLOT or depth_of[first] < depth, (run, depth_of[first], depth)
+        for slot in slots:
+            assert run_of[slot] == NO_RUN, f"slot {slot} is in run {run_of[slot]} already"
+            run_of[slot] = run
+            depth_of[slot] = depth
+            depth += 1
+            shallower_of[slot] = last
+            deeper_of[last] = slot
+            last = slot
+        deeper_of[last] = NO_SLOT
+        self.deepest[run] = last
+        self.evictable[run] += len(slots)
+        if first == NO_SLOT:
+            self._add_to_parent(run)
+
     def remove(self, slot: int) -> int:
         """The slot holds no block of its run any more. Returns the run that has one kid less by it, else NO_RUN."""
         run = self.run_of[slot]
         assert run != NO_RUN, f"slot {slot} is in no run"
         self.run_of[slot] = NO_RUN
         self.evictable[run] -= not self._blocked[slot]
+        self._blocked[slot] = 0
         deeper, shallower = self._deeper[slot], self._shallower[slot]
         if deeper == NO_SLOT:
             self.deepest[run] = shallower
@@ -194,20 +221,22 @@ class Runs:
             self._deeper[shallower] = deeper
         return self._drop_from_parent(run) if self.deepest[run] == NO_SLOT else NO_RUN
 
-    def remove_all(self, run: int, slots: list[int]) -> int:
-        """The same for some slots of one run that are not pinned, tail first."""
-        shallower_of, run_of = self._shallower, self.run_of
-        is_tail = slots[0] == self.deepest[run] and [shallower_of[slot] for slot in slots[:-1]] == slots[1:]
-        if not is_tail:
-            return [self.remove(slot) for slot in slots][-1]
-        for slot in slots:
+    def remove_tail(self, run: int, count: int) -> tuple[list[int], int]:
+        """The same for up to `count` slots of a leaf, tail first: down to a pin, or to what a kid hangs on. Returns
+        them, and the run that has one kid less by it."""
+        run_of, shallower_of, blocked, depth_of = self.run_of, self._shallower, self._blocked, self.depth_of
+        floor = self._kids_depth[run] if self._kids[run] else -1
+        slots: list[int] = []
+        slot = self.deepest[run]
+        while count and not blocked[slot] and depth_of[slot] > floor:
+            slots.append(slot)
             run_of[slot] = NO_RUN
+            slot = shallower_of[slot]
+            count -= 1
         self.evictable[run] -= len(slots)
-        self.deepest[run] = shallower = self._shallower[slots[-1]]
-        if shallower == NO_SLOT:
-            return self._drop_from_parent(run)
-        self._deeper[shallower] = NO_SLOT
-        return NO_RUN
+        self.deepest[run] = slot
+        self._deeper[slot] = NO_SLOT
+        return slots, self._drop_from_parent(run) if slot == NO_SLOT else NO_RUN
 
     def block(self, slot: int) -> None:
         run = self.run_of[slot]
@@ -227,18 +256,6 @@ class Runs:
         while slot != NO_SLOT:
             yield slot
             slot = self._shallower[slot]
-
-    def leaf_slots(self, run: int, count: int) -> list[int]:
-        """Up to `count` slots of a leaf that may go, tail first: down to a pin, or to what a kid hangs on."""
-        shallower_of, blocked, depth_of = self._shallower, self._blocked, self.depth_of
-        floor = self._kids_depth[run] if self._kids[run] else -1
-        slots: list[int] = []
-        slot = self.deepest[run]
-        while count and slot != NO_SLOT and not blocked[slot] and depth_of[slot] > floor:
-            slots.append(slot)
-            slot = shallower_of[slot]
-            count -= 1
-        return slots
 
     # ---- inside
 

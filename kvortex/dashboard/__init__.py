@@ -1,0 +1,1 @@
+"""The page at /kvortex/dashboard. Its parts lie beside this file; `page` puts them into one document."""

@@ -1,0 +1,221 @@
+"""The dashboard in a real browser against a real server under load: what it shows is what the server counts."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.e2e.browser import browser
+from tests.e2e.engine import prompt
+from tests.e2e.server import Server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+KEY = "sk-TESTSECRET"
+WITHIN_MS = 60_000
+SHOTS = os.environ.get("DASHBOARD_SCREENSHOTS")
+"""A folder for pictures of the page, to be looked at."""
+
+HEIGHTS = """() => [...document.querySelectorAll('.plot')].map(plot =>
+    [...plot.querySelectorAll('polyline')].flatMap(line =>
+        line.getAttribute('points').split(' ').map(point => Number(point.split(',')[1]))))"""
+"""Of each chart, where its points are drawn: pixels from the top."""
+BOTTOM = 148
+"""Where a chart's zero lies."""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(chromium, tiny_llama, tmp_path_factory) -> Iterator[Server]:
+    with Server(tiny_llama, api_key=KEY, log=tmp_path_factory.mktemp("dashboard") / "log") as running:
+        yield running
+
+
+class Load:
+    """Conversations on a server, one request after the other, for a `with` block; a bounded number of them."""
+
+    def __init__(self, server: Server, most: int = 200) -> None:
+        self._server, self._most = server, most
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.failures: list[BaseException] = []
+
+    def _run(self) -> None:
+        try:
+            for turn in range(self._most):
+                if self._stop.is_set():
+                    return
+                self._server.complete(prompt(turn % 4, 500 + turn), max_tokens=2)
+        except BaseException as error:  # noqa: BLE001 - raised where the block ends
+            self.failures.append(error)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        assert not self.failures, self.failures
+
+
+def opened(chromium: Browser, server: Server, **options: Any) -> tuple[Page, list[str]]:
+    """The dashboard past its key form, and the addresses that its page asks for from now on."""
+    page = chromium.new_context(**options).new_page()
+    addresses: list[str] = []
+    page.on("request", lambda request: addresses.append(request.url))
+    # What the page's policy stops never becomes a request, and is told here.
+    page.on("console", lambda message: addresses.append(f"console: {message.text}"))
+    page.on("pageerror", lambda error: addresses.append(f"script: {error}"))
+    page.goto(f"{server.url}/kvortex/dashboard")
+    addresses.clear()  # the refusal itself is told as an error
+    page.fill("#key", KEY)
+    page.click("button")
+    page.wait_for_selector("#status.live", timeout=WITHIN_MS)
+    return page, addresses
+
+
+def whole(page: Page, name: str) -> int:
+    return int(page.inner_text(f"#{name}").replace(",", ""))
+
+
+def second_cell(row: Locator) -> int:
+    return int(row.locator("td").nth(1).inner_text().replace(",", ""))
+
+
+def settled(server: Server) -> dict[str, Any]:
+    """The statistics once no copy is in flight: they do not change any more."""
+    for _ in range(200):
+        stats = server.stats()
+        if not stats["store"]["in_flight"] and not stats["load"]["in_flight"]:
+            return stats
+        time.sleep(0.05)
+    raise AssertionError(stats)
+
+
+def wait_for(page: Page, holds: Callable[[], bool]) -> None:
+    """Lets the page live until `holds()`. The page's policy forbids what Playwright's own wait for a script needs."""
+    deadline = time.monotonic() + WITHIN_MS / 1000
+    while not holds():
+        assert time.monotonic() < deadline, page.inner_text("body")
+        page.wait_for_timeout(200)
+
+
+def test_the_page_shows_under_load_what_the_server_counts(chromium, server):
+    page, addresses = opened(chromium, server)
+    with Load(server):
+        found = page.locator(".plot[aria-label^='Prompt tokens found']")
+        wait_for(page, lambda: "%" in (found.get_attribute("aria-label") or ""))
+        page.wait_for_timeout(8000)
+        shown = whole(page, "queried")
+        counted = server.stats()["tokens"]["queried"]
+        assert 0 < shown <= counted, "the page is never ahead of the server"
+        wait_for(page, lambda: whole(page, "queried") >= counted)
+    stats = settled(server)
+    tokens = stats["tokens"]
+    assert tokens["ram_hit"] > 0
+    wait_for(page, lambda: whole(page, "queried") == tokens["queried"])
+    assert {name: whole(page, name) for name in ("vram_hit", "ram_hit", "computed", "queried")} == tokens
+    assert whole(page, "prompts") == stats["prompts"]["counted"]
+    assert whole(page, "failed") == 0
+    assert whole(page, "copied") == stats["store"]["blocks"] + stats["load"]["blocks"]
+    assert page.inner_text("#verdict") == stats["verdict"]["text"]
+    assert stats["model"] in page.inner_text("#facts")
+    rows = page.locator("#missed tr").all()
+    missed = {
+        row.get_attribute("data-reason"): int(row.locator("td").nth(1).inner_text().replace(",", "")) for row in rows
+    }
+    assert missed == {reason: n for reason, n in stats["missed"].items() if n}
+    assert sum(missed.values()) == tokens["computed"]
+    copies = [second_cell(row) for row in page.locator("#copies tr").all()]
+    assert copies == [stats["store"]["blocks"], stats["load"]["blocks"]]
+    assert all(address.startswith(server.url + "/kvortex/") for address in addresses), set(addresses)
+
+
+def test_every_chart_draws_what_it_is_named_for(chromium, server):
+    page, _ = opened(chromium, server)
+    with Load(server):
+        page.wait_for_timeout(9000)
+    labels = [plot.get_attribute("aria-label") or "" for plot in page.locator(".plot").all()]
+    names = (
+        *("Prompt tokens found", "Prompt tokens", "Link use", "Blocks on their way", "VRAM", "RAM"),
+        *("Evictions", "Prefetch", "Sessions"),
+    )
+    assert [label.split(",")[0].split(":")[0] for label in labels] == list(names)
+    assert not [label for label in labels if label.endswith(" -")]
+    heights = page.evaluate(HEIGHTS)
+    risen = dict(zip(names, [min(ys) < BOTTOM for ys in heights], strict=True))
+    # Nothing prefetches yet, and a copy may be too short to be seen under way; everything else moved.
+    assert not risen.pop("Prefetch")
+    del risen["Blocks on their way"]
+    assert all(risen.values()), risen
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_cut_or_hidden_at_any_width(chromium, server, width, scheme):
+    page, _ = opened(chromium, server, viewport={"width": width, "height": 844}, color_scheme=scheme)
+    with Load(server, most=20):
+        page.wait_for_timeout(9000)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    outside = page.evaluate("""() => [...document.querySelectorAll('main *')].filter(element => {
+        const box = element.getBoundingClientRect();
+        return box.width && (box.left < -1 || box.right > innerWidth + 1);
+    }).map(element => element.outerHTML.slice(0, 80))""")
+    assert not outside
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(15, 19, 23)") == (scheme == "dark")
+    if SHOTS:
+        page.screenshot(path=Path(SHOTS) / f"dashboard_{width}_{scheme}.png", full_page=True)
+
+
+def test_a_wrong_key_is_told_and_the_right_one_is_kept_for_the_tab(chromium, server):
+    page = chromium.new_context().new_page()
+    answer = page.goto(f"{server.url}/kvortex/dashboard")
+    assert answer.status == 401
+    page.fill("#key", "sk-wrong")
+    page.click("button")
+    wait_for(page, lambda: "does not know this key" in page.inner_text("#error"))
+    page.fill("#key", KEY)
+    page.click("button")
+    page.wait_for_selector("#status.live", timeout=WITHIN_MS)
+    page.reload()
+    page.wait_for_selector("#status.live", timeout=WITHIN_MS)
+    assert KEY not in page.url
+    another = page.context.new_page()
+    assert another.goto(f"{server.url}/kvortex/dashboard").status == 401
+    another.wait_for_selector("#key")
+    assert KEY not in server.log.read_text(errors="replace")
+
+
+def test_a_server_that_is_gone_is_told_and_its_successor_is_shown(chromium, tiny_llama, tmp_path):
+    first = Server(tiny_llama, log=tmp_path / "log")
+    with first:
+        first.complete(prompt(1, 500))
+        page = chromium.new_context().new_page()
+        page.goto(f"{first.url}/kvortex/dashboard")
+        page.wait_for_selector("#status.live", timeout=WITHIN_MS)
+        wait_for(page, lambda: page.inner_text("#queried") == "500")
+        first.kill()
+        page.wait_for_selector("#status.gone", timeout=WITHIN_MS)
+        assert page.inner_text("#status").startswith("No answer since")
+        assert whole(page, "queried") == 500, "what was known last stays, greyed"
+    with Server(tiny_llama, port=first.port, log=tmp_path / "again") as again:
+        again.complete(prompt(2, 333))
+        page.wait_for_selector("#status.live", timeout=WITHIN_MS)
+        wait_for(page, lambda: page.inner_text("#queried") == "333")
+        page.wait_for_timeout(5000)
+        lowest = page.evaluate(f"Math.max(...({HEIGHTS})().flat())")
+        assert lowest <= BOTTOM, "counters that begin anew are no negative rates"

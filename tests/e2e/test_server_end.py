@@ -1,0 +1,135 @@
+"""How a real server starts and ends: what it says when it is ready, who died, and that nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvortex.sizes import format_bytes
+from tests.e2e.engine import prompt
+from tests.e2e.server import Server
+
+KEY = "sk-TESTSECRET"
+TOKEN = "hf_TESTSECRET"
+
+
+def last_lines(log: Path) -> list[str]:
+    """The end of what the server itself said; the interpreter's helper process may complain after it."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "resource_tracker" not in line]
+    return [line for line in lines if not line.startswith("  warnings.warn")][-2:]
+
+
+def told(server: Server, *words: str) -> str:
+    """The log, once it has these; a moment after the server answers."""
+    for _ in range(300):
+        text = server.log.read_text(errors="replace")
+        if all(word in text for word in words):
+            return text
+        time.sleep(0.1)
+    raise AssertionError(server.tail())
+
+
+def assert_all_gone(family: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, alive
+
+
+def session_of(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except ProcessLookupError:
+        return None
+
+
+def engine_of(server: Server) -> psutil.Process:
+    return next(p for p in server.family() if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name())
+
+
+def worker_of(server: Server) -> psutil.Process:
+    """Its only one; what else an engine starts only keeps count of shared memory."""
+    (worker,) = [p for p in engine_of(server).children() if "resource_tracker" not in " ".join(p.cmdline())]
+    return worker
+
+
+@pytest.mark.parametrize(("victim", "named"), [(engine_of, "the engine (EngineCore)"), (worker_of, "a worker (Vllm")])
+def test_a_ready_server_says_what_it_holds_and_a_killed_process_is_named(
+    tiny_llama: str, tmp_path: Path, victim: Callable[[Server], psutil.Process], named: str
+) -> None:
+    with Server(tiny_llama, api_key=KEY, log=tmp_path / "log") as server:
+        tiers = server.stats()["tiers"]
+        text = told(server, f"KVortex is ready: {tiny_llama} on {server.url}", f"{server.url}/kvortex/stats")
+        for tier in ("vram", "ram"):
+            held = tiers[tier]
+            assert f"{format_bytes(held['capacity_bytes'])}, {held['capacity_blocks']:,} blocks of 32 tokens" in text
+        family = server.family()
+        victim(server).kill()
+        assert server.process.wait(60) == 1
+        error, hint = last_lines(server.log)
+        assert error.startswith(f"error: {named}")
+        assert error.endswith("was killed (SIGKILL)")
+        assert "dmesg" in hint
+        assert_all_gone(family)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_requests_end_and_leaves_nobody(
+    tiny_llama: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Field trial B20. SIGHUP comes to every process of the terminal at once."""
+    answers: list[str] = []
+    with Server(tiny_llama, log=tmp_path / "log") as server:
+        server.complete(prompt(1, 40))
+        family = server.family()
+        request = threading.Thread(target=lambda: answers.append(server.complete(prompt(2, 40), max_tokens=1000)))
+        request.start()
+        while not server.stats()["sessions"]["active"]:
+            pass
+        if number is signal.SIGHUP:
+            os.killpg(server.process.pid, number)
+        else:
+            server.process.send_signal(number)
+        assert not answers
+        code = server.process.wait(60)
+        request.join(60)
+        assert code in (0, -number, 128 + number), server.tail()
+        assert len(answers) == 1
+        assert answers[0]
+        assert "error: " not in "\n".join(last_lines(server.log))
+        assert_all_gone(family)
+
+
+def test_a_start_that_fails_ends_with_the_reason_and_shows_no_secret(tiny_llama: str, tmp_path: Path) -> None:
+    """Field trials B37, B64: exit at once, no child left, the key and the token nowhere."""
+    broken = tmp_path / "model"
+    shutil.copytree(tiny_llama, broken)
+    for weights in broken.glob("*.safetensors"):
+        weights.unlink()
+    server = Server(str(broken), log=tmp_path / "log")
+    config = tmp_path / "k.yaml"
+    config.write_text(f"api_key: {KEY}\nhf_token: {TOKEN}\n")
+    with server.log.open("wb") as log:
+        process = subprocess.Popen(
+            [*server.command, "--config", str(config)],
+            env={**server.env, "https_proxy": "http://bob:PASSWORD1@127.0.0.1:9"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    assert process.wait(120) == 1
+    error, hint = last_lines(server.log)
+    assert error.startswith("error: ")
+    assert "weights" in error, server.tail()
+    assert hint.startswith("hint: ")
+    text = server.log.read_text(errors="replace")
+    for secret in (KEY, TOKEN, "PASSWORD1"):
+        assert secret not in text
+    assert_all_gone([p for p in psutil.process_iter() if session_of(p) == process.pid])

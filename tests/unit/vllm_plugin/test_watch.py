@@ -1,0 +1,92 @@
+"""What a server sees of its own start and of its processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+
+import pytest
+
+from kvortex.vllm_plugin import server, watch
+from kvortex.vllm_plugin.watch import Watch
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound
+
+
+@pytest.fixture
+def args(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    monkeypatch.setattr(watch, "_TICK_S", 0.01)
+    monkeypatch.setattr(watch, "_TELL_EVERY_S", 0.02)
+    return Namespace(host="127.0.0.1", port=listener.getsockname()[1], uds=None)
+
+
+def test_it_tells_how_far_a_start_is_until_the_server_listens(
+    args: Namespace, listener: socket.socket, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), name="EngineCore")
+    watching = Watch(args)
+    told = ""
+
+    def until(words: str) -> str:
+        text = ""
+        for _ in range(3000):
+            text += capfd.readouterr().err
+            if words in text:
+                return text
+            time.sleep(0.01)
+        raise AssertionError(text)
+
+    try:
+        told = until("the engine is not there yet")
+        child.start()
+        until("of the engine with ")
+        listener.listen()
+        for _ in range(3000):
+            if watching._ready:
+                break
+            time.sleep(0.01)
+        assert watching._ready
+        capfd.readouterr()
+        time.sleep(0.1)
+        assert capfd.readouterr().err == ""
+    finally:
+        child.kill()
+        watching.close()
+    assert told.startswith("kvortex: starting for 0 s, ")
+
+
+def test_it_knows_how_each_process_ended(args: Namespace) -> None:
+    context = multiprocessing.get_context("spawn")
+    killed = context.Process(target=time.sleep, args=(60,), name="EngineCore")
+    good = context.Process(target=time.sleep, args=(0.2,), name="Good")
+    watching = Watch(args)
+    killed.start()
+    good.start()
+    time.sleep(0.1)
+    assert killed.pid is not None
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.join(60)
+    good.join(60)
+    watching.close()
+    assert watching.exits() == {"EngineCore": -signal.SIGKILL, "Good": 0}
+
+
+def test_processes_are_spawned_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "VLLM_WORKER_MULTIPROC_METHOD"
+    monkeypatch.setenv(variable, "fork")
+    server.spawn_processes()
+    assert os.environ[variable] == "fork"
+    monkeypatch.delenv(variable)
+    server.spawn_processes()
+    assert os.environ[variable] == "spawn"
+    monkeypatch.delenv(variable)
