@@ -38,7 +38,10 @@ _MAX_IN_FLIGHT: Final = 2
 _FIRST_CHUNK_BLOCKS: Final = 8
 """While the link's speed is not known."""
 
-_CONSIDERED: Final = 32
+_LOOK_EVERY_S: Final = 0.25
+"""After a look at conversations that led to nothing."""
+
+_CONSIDERED: Final = 16
 _TRIED: Final = 4
 """Conversations that are considered for a guess, and the best of them that are looked at closely."""
 
@@ -120,6 +123,7 @@ class PrefetchPlanner:
         self._queued: OrderedDict[Hashable, Target] = OrderedDict()
         self._hints: OrderedDict[Hashable, Target] = OrderedDict()
         self._guess: Target | None = None
+        self._look_again_at = 0.0
         self._in_flight = 0
         self._link_blocks_per_s: float | None = None
         self._credit_blocks = 0.0
@@ -169,6 +173,8 @@ class PrefetchPlanner:
         self._add_credit(now, running=running)
         if self._in_flight >= _MAX_IN_FLIGHT or requests_load:
             return None
+        if not (self._queued or self._hints or self._book.num_lost):
+            return None
         room = self._room(running=running)
         if room <= 0:
             return None
@@ -198,7 +204,7 @@ class PrefetchPlanner:
         """Whether a step in which nothing runs may have something to order; a look that costs little and may err."""
         if self._queued or self._hints:
             return True
-        if self._budget.allowed(Cause.GUESS) <= 0 or self._room(running=False) <= 0:
+        if not self._book.num_lost or self._budget.allowed(Cause.GUESS) <= 0 or self._room(running=False) <= 0:
             return False
         likely = self._book.likeliest(now, self._demand.lasts_s(self._vram.free_blocks), 1)
         return bool(likely) and likely[0][0] >= _LEAST_P
@@ -227,17 +233,20 @@ class PrefetchPlanner:
                 del self._hints[name]
             else:
                 yield target, self._budget.use_rate(Cause.HINT)
-        if self._budget.allowed(Cause.GUESS) <= 0:
+        if not self._book.num_lost or self._budget.allowed(Cause.GUESS) <= 0:
             return
         if self._guess is not None and self._guess.session is not None:
             p = self._book.p_return_within(self._guess.session, now, horizon_s)
             if self._guess.session.is_silent and p >= _LEAST_P:
                 yield self._guess, p
             self._guess = None
+        if now < self._look_again_at:
+            return
         for p, session in self._best_guesses(now, horizon_s)[:_TRIED]:
             self._guess = Target(Cause.GUESS, session.number, session.keys, session, now)
             yield self._guess, p
         self._guess = None
+        self._look_again_at = now + _LOOK_EVERY_S
 
     def _best_guesses(self, now: float, horizon_s: float) -> list[tuple[float, Session]]:
         likely = [(p, s) for p, s in self._book.likeliest(now, horizon_s, _CONSIDERED) if p >= _LEAST_P and s.is_silent]

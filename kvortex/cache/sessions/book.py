@@ -51,6 +51,7 @@ class SessionBook:
         self._lost: dict[_Group, OrderedDict[int, Session]] = {}
         for group in itertools.product(range(NUM_PACES), range(NUM_BINS + 1)):
             self._silent[group], self._lost[group] = OrderedDict(), OrderedDict()
+        self._num_lost = 0
         self.forgotten = 0
 
     def __len__(self) -> int:
@@ -156,12 +157,11 @@ class SessionBook:
                 session.bin += 1
                 self._silent[pace, session.bin][session.number] = session
                 if was_lost:
-                    self._lost[pace, session.bin][session.number] = session
+                    self._list_lost(session)
 
     def _unlist(self, session: Session) -> None:
-        group = (session.pace, session.bin)
-        self._silent[group].pop(session.number, None)
-        self._lost[group].pop(session.number, None)
+        self._silent[session.pace, session.bin].pop(session.number, None)
+        self.settled(session)
 
     # ---- what VRAM has of them
 
@@ -169,11 +169,21 @@ class SessionBook:
         """VRAM gave this block up. If a silent session ends with it, that one could be brought back."""
         session = self._ending.get(key)
         if session is not None and session.is_silent and key == session.keys[-1]:
-            self._lost[session.pace, session.bin][session.number] = session
+            self._list_lost(session)
+
+    def _list_lost(self, session: Session) -> None:
+        lost = self._lost[session.pace, session.bin]
+        self._num_lost += session.number not in lost
+        lost[session.number] = session
 
     def settled(self, session: Session) -> None:
         """There is nothing to bring back of it before its next turn, or its next loss."""
-        self._lost[session.pace, session.bin].pop(session.number, None)
+        self._num_lost -= self._lost[session.pace, session.bin].pop(session.number, None) is not None
+
+    @property
+    def num_lost(self) -> int:
+        """Silent sessions that could be brought back."""
+        return self._num_lost
 
     def likeliest(self, now: float, horizon_s: float, limit: int) -> list[tuple[float, Session]]:
         """Up to `limit` lost sessions with the probability that each goes on within the horizon, the likeliest first.
@@ -234,6 +244,7 @@ class SessionBook:
         """Verifies every count by a scan; for tests and soaks."""
         silent = {n for group in self._silent.values() for n in group}
         assert silent == {s.number for s in self._sessions.values() if s.is_silent}, silent
+        assert self._num_lost == sum(map(len, self._lost.values())), self._num_lost
         for group, lost in self._lost.items():
             assert lost.keys() <= self._silent[group].keys(), group
         assert self._num_keys == sum(len(s.keys) for s in self._sessions.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection
+from typing import Any
 
 import pytest
 
@@ -241,11 +242,29 @@ def test_nothing_goes_that_is_as_likely_to_be_asked_for() -> None:
     lost, there = stage.talk(1, 20, turns=1), stage.talk(2, 40, turns=1)
     stage.vram.content.update(dict.fromkeys(there.keys, there))
     assert stage.plan() is None
-    there.requests = 0
+    stage.clock.advance(1.0)
     stage.vram.content.update(dict.fromkeys(there.keys))  # the same blocks, of nobody's
     chunk = stage.plan()
     assert chunk is not None
     assert chunk.target.session is lost
+
+
+def test_a_look_that_led_to_nothing_is_not_repeated_at_every_step() -> None:
+    stage = generous(Stage())
+    stage.talk(1)
+    stage.vram.takeable = lambda *_: 0  # type: ignore[method-assign]
+    looks = 0
+
+    def likeliest(*arguments: Any) -> list[tuple[float, Session]]:
+        nonlocal looks
+        looks += 1
+        return SessionBook.likeliest(stage.book, *arguments)
+
+    stage.book.likeliest = likeliest  # type: ignore[method-assign]
+    for _ in range(100):
+        stage.clock.advance(0.01)
+        assert stage.plan() is None
+    assert 3 <= looks <= 5
 
 
 def test_who_is_not_in_ram_is_not_looked_at_again() -> None:
