@@ -94,8 +94,8 @@ class Prefetcher:
     def takeable(
         self, count: int, p_return: Callable[[Session], float], below: float, own: Collection[BlockKey]
     ) -> int:
-        """How many of the next `count` free blocks may be taken: empty ones, and copies of what RAM holds whose
-        session is less likely than `below` to ask for them."""
+        """How many of the next `count` free blocks may be taken: empty ones, and those that RAM holds too or that are
+        not worth a copy, whose session is less likely than `below` to ask for them."""
         wanted_again: dict[int, bool] = {}
         taken = 0
         for block_id, key in self._pool.next_free():
@@ -104,7 +104,7 @@ class Prefetcher:
             if key is not None:
                 if key in own:
                     continue
-                if block_id in self._open or not self._residency.is_clean(key):
+                if block_id in self._open or not self._is_safe(key):
                     break
                 owner = self._owners.get(block_id)
                 if owner is not None and owner.number not in wanted_again:
@@ -113,6 +113,10 @@ class Prefetcher:
                     break
             taken += 1
         return taken
+
+    def _is_safe(self, key: BlockKey) -> bool:
+        """RAM has the block too, or it is not worth a copy."""
+        return self._residency.is_clean(key) or self._residency.is_given_up(key)
 
     # ---- requests
 

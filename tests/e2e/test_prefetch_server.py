@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,3 +124,20 @@ def test_without_a_key_there_is_no_answer(server: Server) -> None:
 def test_metrics_tell_what_became_of_prefetched_blocks(server: Server) -> None:
     for outcome in ("issued", "used", "wasted", "late"):
         assert f'kvortex_prefetch_blocks_total{{outcome="{outcome}"}}' in server.metrics()
+
+
+def test_an_open_load_of_sessions_is_played_and_told(server: Server) -> None:
+    command = [sys.executable, "-c", "from kvortex_cli.main import main; main()", "bench", "serve", "--url", server.url]
+    load = ["--think", "agents", "--rate", "5", "--conversations", "3", "--turns", "2"]
+    sizes = ["--first", "100", "--add", "20", "--gen", "4", "--vocab", "3-500"]
+    env = {**os.environ, "VLLM_API_KEY": KEY}
+    done = subprocess.run(
+        [*command, *load, *sizes, "--json"], env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["requests"]["ok"] == 6
+    assert document["sessions"]["who"] == "agents"
+    assert document["sessions"]["prefetched"] is not None
+    assert 0 <= document["sessions"]["goodput_share"] <= 1
+    assert [line["turns"] for i in range(3) for line in lines(server, f"kvortex-bench-0-{i}")] == [2, 2, 2]

@@ -197,15 +197,17 @@ def test_a_reset_in_between_makes_the_load_void(reset: str) -> None:
     assert engine.side.snapshot()["tiers"]["ram"]["pinned_blocks"] == 0
 
 
-def test_what_vram_alone_holds_is_not_taken() -> None:
+def test_what_vram_alone_holds_is_not_taken_unless_it_is_not_worth_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = expecting_returns()
     a_lost_session(engine)
-    engine.side._residency.copies_lost([key for _, key in engine.prefetcher._pool.next_free() if key is not None])
-    uncopied = engine.side._residency.resident_blocks
-    assert uncopied > 40
-    prefetched(engine)
-    assert engine.side._residency.resident_blocks == uncopied
-    assert engine.side.snapshot()["evicted"]["vram_uncopied_blocks"] == 0
+    residency = engine.side._residency
+    nobody = (lambda session: 0.0, 1.0, frozenset())
+    engine.pool.get_new_blocks(1)  # the one block that is empty
+    assert engine.prefetcher.takeable(10, *nobody) == 10
+    monkeypatch.setattr(residency, "is_clean", lambda key: False)
+    assert engine.prefetcher.takeable(10, *nobody) == 0
+    monkeypatch.setattr(residency, "is_given_up", lambda key: True)
+    assert engine.prefetcher.takeable(10, *nobody) == 10
 
 
 def test_requests_that_find_too_little_get_all_there_is() -> None:
