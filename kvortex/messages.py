@@ -113,7 +113,7 @@ class StepReport:
     """Workers to scheduler: each rank's answers since its last report.
 
     Attributes:
-        links: of each rank, once.
+        links: of each rank, where it is not what was last told.
         step_seconds: of one rank, the steps asked for: number -> seconds from its first kernel to its last.
     """
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvortex.cache.gate import NOBODY, Line
+from kvortex.cache.index import Reservation
 from kvortex.cache.planner import OffloadPlanner, StoreDecision, Watermarks
 from kvortex.cache.residency import Residency
 from kvortex.keys import BlockKey
@@ -110,9 +111,9 @@ class TwoTiers(IndexTier):
         copies = list(index.ready_slots(keys[:in_vram]).values())
         index.touch(copies)
         planner.in_vram_too(copies)
+        stored = self._make_safe(len(inside) - len(block_ids))
         loaded = index.match(keys[in_vram:])
         index.pin(loaded)
-        stored = self._make_safe(len(inside) - len(block_ids))
         for block_id, before in self.pool.take(len(inside) - len(block_ids)):
             if before is not None:
                 self.residency.block_uncached(block_id, before)
@@ -132,13 +133,15 @@ class TwoTiers(IndexTier):
         """Stores what is due before VRAM takes `wanted` blocks; returns how many were stored."""
         stored = 0
         line = Line(wanted, wanted) if wanted else NOBODY
-        while (decision := self.planner.plan(self.pool, line)).candidates:
-            stored += self._complete(decision)
-        return stored
+        while True:
+            decision = self.planner.plan(self.pool, line)
+            if decision.reservation is not None:
+                stored += self._complete(decision, decision.reservation)
+            elif not decision.not_worth:
+                return stored
 
-    def _complete(self, decision: StoreDecision) -> int:
-        assert decision.reservation is not None, decision
-        self.index.publish(decision.reservation.slots)
+    def _complete(self, decision: StoreDecision, reservation: Reservation) -> int:
+        self.index.publish(reservation.slots)
         for candidate in decision.candidates:
             self.residency.copied(candidate.key)
         self.planner.ended(len(decision.candidates))

@@ -26,6 +26,12 @@ _STAGING_BYTES = 1 << 20
 _DIRECT_BYTES = 256 << 10
 """From this row size on, one call a row costs less than passing through the staging rows."""
 
+_REMEMBER = 0.98
+"""What a copy counts after the next one: half after 35."""
+
+_STORE_WEIGHT = 0.02
+"""What a store counts, to the meter of loads."""
+
 Rows = npt.NDArray[np.uint8]
 
 
@@ -88,13 +94,17 @@ class HostStepLoads:
     """`StepLoads` of a device whose kernels run in the caller, who copies before the first of them.
 
     Args:
+        copy: copies the blocks of an order.
         copied: is given the orders when they are copied.
     """
 
     def __init__(
-        self, mover: BlockMover, orders: Sequence[CopyOrder], copied: Callable[[Sequence[CopyOrder]], None]
+        self,
+        copy: Callable[[CopyOrder], None],
+        orders: Sequence[CopyOrder],
+        copied: Callable[[Sequence[CopyOrder]], None],
     ) -> None:
-        self._mover = mover
+        self._copy = copy
         self._orders = orders
         self._copied = copied
         self._waits = True
@@ -105,7 +115,7 @@ class HostStepLoads:
         for order in self._orders:
             assert order.direction is Direction.LOAD, order
             if len(order.slots):
-                self._mover.copy_piece(order.direction, order.gpu_blocks, order.slots)
+                self._copy(order)
         self._waits = False
         self._copied(self._orders)
 
@@ -129,23 +139,62 @@ class HostStopwatch:
         return self._seconds
 
 
-class _Meter:
-    """Bytes and seconds of the copies so far, of all threads."""
+class LoadMeter:
+    """How fast loads go, all threads together: bytes a second of the time in which any copy of their direction runs.
 
-    def __init__(self) -> None:
+    Stores go over the same memory. They tell what loads cost until there are some, and again where slow ones were so
+    long ago that the scheduler side has long stopped ordering any.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
-        self._num_bytes = 0
-        self._seconds = 0.0
+        self._lines = {direction: _Line() for direction in Direction}
 
-    def add(self, num_bytes: int, seconds: float) -> None:
+    def begin(self, direction: Direction) -> None:
         with self._lock:
-            self._num_bytes += num_bytes
-            self._seconds += seconds
+            now = self._clock()
+            self._lines[direction].begin(now)
+
+    def end(self, direction: Direction, num_bytes: int) -> None:
+        """A copy that was begun has ended, after so many bytes; none where it failed."""
+        with self._lock:
+            now = self._clock()
+            for line in self._lines.values():
+                line.forget()
+            self._lines[direction].end(now, num_bytes)
 
     @property
     def bytes_per_s(self) -> float | None:
         with self._lock:
-            return self._num_bytes / self._seconds if self._seconds > 0 else None
+            loads, stores = self._lines[Direction.LOAD], self._lines[Direction.STORE]
+            seconds = loads.seconds + _STORE_WEIGHT * stores.seconds
+            return (loads.num_bytes + _STORE_WEIGHT * stores.num_bytes) / seconds if seconds > 0 else None
+
+
+class _Line:
+    """Of one direction: bytes, and the seconds in which a copy ran."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0.0
+        self.seconds = 0.0
+        self._num_running = 0
+        self._since = 0.0
+
+    def begin(self, now: float) -> None:
+        if self._num_running == 0:
+            self._since = now
+        self._num_running += 1
+
+    def end(self, now: float, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.seconds += now - self._since
+        self._since = now
+        self._num_running -= 1
+
+    def forget(self) -> None:
+        self.num_bytes *= _REMEMBER
+        self.seconds *= _REMEMBER
 
 
 class CpuCopyEngine:
@@ -179,7 +228,7 @@ class CpuCopyEngine:
         assert num_threads > 0, f"{num_threads} threads"
         assert piece_bytes > 0, f"pieces of {piece_bytes} bytes"
         self._queue = OrderQueue(layout.num_blocks, slab.num_slots, layout.block_bytes, clock)
-        self._meter = _Meter()
+        self._meter = LoadMeter()
         # The mover holds the layout's and the slab's memory: only the threads and this field have it.
         self._mover: BlockMover | None = HostMover(layout, slab) if mover is None else mover
         self._block_bytes = layout.block_bytes
@@ -205,7 +254,13 @@ class CpuCopyEngine:
         """The caller copies where its kernels would wait."""
         assert after.is_reached(), "a fence of another engine"
         assert self._mover is not None, f"{len(orders)} orders after close"
-        return HostStepLoads(self._mover, orders, self._answer_step_loads)
+        return HostStepLoads(self._load_now, orders, self._answer_step_loads)
+
+    def _load_now(self, order: CopyOrder) -> None:
+        assert self._mover is not None, f"job {order.job_id} after close"
+        self._meter.begin(order.direction)
+        self._mover.copy_piece(order.direction, order.gpu_blocks, order.slots)
+        self._meter.end(order.direction, len(order.slots) * self._block_bytes)
 
     def _answer_step_loads(self, orders: Sequence[CopyOrder]) -> None:
         for order in orders:
@@ -214,7 +269,7 @@ class CpuCopyEngine:
 
     @property
     def link(self) -> LinkFacts | None:
-        """What one thread has copied a second so far."""
+        """What was loaded a second of late."""
         rate = self._meter.bytes_per_s
         return None if rate is None else LinkFacts(rate, by_layer=False)
 
@@ -249,14 +304,14 @@ class CpuCopyEngine:
         return not any(thread.is_alive() for thread in self._threads)
 
 
-def _copy_pieces(queue: OrderQueue, mover: BlockMover, piece_bytes: int, block_bytes: int, meter: _Meter) -> None:
+def _copy_pieces(queue: OrderQueue, mover: BlockMover, piece_bytes: int, block_bytes: int, meter: LoadMeter) -> None:
     """A pool thread's life: until the queue is closed."""
     while (piece := queue.take(piece_bytes)) is not None:
-        begun = time.perf_counter()
+        fault: str | None = None
+        meter.begin(piece.direction)
         try:
             mover.copy_piece(piece.direction, piece.gpu_blocks, piece.slots)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this order's answer and no other's
-            queue.finish(piece, f"{type(error).__name__}: {error}")
-        else:
-            meter.add(len(piece.slots) * block_bytes, time.perf_counter() - begun)
-            queue.finish(piece)
+            fault = f"{type(error).__name__}: {error}"
+        meter.end(piece.direction, 0 if fault else len(piece.slots) * block_bytes)
+        queue.finish(piece, fault)

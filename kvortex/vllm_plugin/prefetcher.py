@@ -262,8 +262,8 @@ class Prefetcher:
         """Whether a step may have something to order, if nothing runs. Reads no list of vLLM's: for any thread."""
         return self._planner.may_plan(self._clock())
 
-    def heard_of_link(self, blocks_per_s: float) -> None:
-        self._planner.heard_of_link(blocks_per_s)
+    def heard_of_link(self, rank: int, blocks_per_s: float) -> None:
+        self._planner.heard_of_link(rank, blocks_per_s)
 
     # ---- hints
 

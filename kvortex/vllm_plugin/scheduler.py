@@ -84,7 +84,7 @@ class SchedulerSide:
         self._gate = Gate(clock)
         self._requests: dict[str, RequestState] = {}
         self._costs = StepCosts()
-        self._choice = LoadChoice(self._costs)
+        self._choice = LoadChoice(self._costs, clock)
         self._steps = StepLog()
         self._started_at = self._planned_at = clock()
         self._lock = threading.Lock()
@@ -178,9 +178,15 @@ class SchedulerSide:
     def _way(self, request: Request, hit: PrefixHit) -> Way:
         load_bytes, work = self._load_and_work(request, hit)
         computed = prompt_work(hit.local_tokens, hit.local_tokens + hit.ram_tokens)
-        way = self._choice.way(load_bytes, computed, work, self._steps.num_running)
         may_go_with_step = self._facts.loads_go_with_steps and self._groups[0].window is None
-        return way if may_go_with_step or way is Way.COMPUTE else Way.BEFORE_STEP
+        return self._choice.way(
+            load_bytes,
+            computed,
+            work,
+            self._steps.num_running,
+            len(self._requests),
+            may_go_with_step=may_go_with_step,
+        )
 
     def _load_and_work(self, request: Request, hit: PrefixHit) -> tuple[int, PromptWork]:
         """What a rank loads for the request, in bytes, and what is computed of it then."""
@@ -299,8 +305,11 @@ class SchedulerSide:
             assert not state.with_step, "the blocks of a single group are always complete"
             self._ledger.refused[Refusal.LAYOUT] += len(gpu_blocks)
             slots, keys = [], []
+        load_bytes, work = self._load_and_work(request, hit)
         if state.with_step:
-            self._choice.goes_with_step(*self._load_and_work(request, hit))
+            self._choice.goes_with_step(load_bytes, work)
+        else:
+            self._choice.goes_before_step(load_bytes)
         self._index.touch(slots)
         self._index.pin(slots)
         job = self._jobs.start_load(
@@ -355,7 +364,7 @@ class SchedulerSide:
         with self._lock:
             self.view.refresh()
             self._planned_at = self._clock()
-            self._choice.begin_step()
+            self._choice.begin_step(len(self._requests))
             self._give_up_overdue_stores()
             line = self._gate.take_line()
             if line.blocks:
@@ -393,10 +402,10 @@ class SchedulerSide:
         """Workers' answers, one a rank for each order, in any order."""
         with self._lock:
             self.view.refresh()
-            for link in report.links.values():
-                self._choice.heard_of(link)
+            for rank, link in report.links.items():
+                self._choice.heard_of(rank, link)
                 if self._prefetcher is not None:
-                    self._prefetcher.heard_of_link(link.bytes_per_s / self._facts.rank_block_bytes)
+                    self._prefetcher.heard_of_link(rank, link.bytes_per_s / self._facts.rank_block_bytes)
             for number, seconds in report.step_seconds.items():
                 if (work := self._steps.work_of(number)) is not None:
                     self._costs.saw(work, seconds)

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 MAX_PROMISE_S = 0.1
 """Bound on how far ahead a load's end is promised; a step is rarely longer."""
 
+LINK_TOLERANCE = 0.05
+"""How far a link's rate may be from the one last told."""
+
 CLOSE_TIMEOUT = 10.0
 """Seconds that a worker waits at its end for copies under way."""
 
@@ -48,7 +51,7 @@ class WorkerSide:
         self._step_loads: StepLoads | None = None
         self._stopwatch: Stopwatch | None = None
         self._stopwatches: dict[int, Stopwatch] = {}
-        self._link_is_told = False
+        self._told_link: LinkFacts | None = None
         self._before_kernels: Fence | None = None
         self._loads: list[CopyOrder] = []
         self._for_step: list[CopyOrder] = []
@@ -242,10 +245,16 @@ class WorkerSide:
         return report if report.results or report.links or report.step_seconds else None
 
     def _untold_link(self) -> LinkFacts | None:
-        if self._link_is_told or self._engine is None:
+        """The link, where it is not what the scheduler side was told."""
+        link = None if self._engine is None else self._engine.link
+        told = self._told_link
+        if link is None or (
+            told is not None
+            and told.by_layer == link.by_layer
+            and abs(link.bytes_per_s - told.bytes_per_s) < LINK_TOLERANCE * told.bytes_per_s
+        ):
             return None
-        link = self._engine.link
-        self._link_is_told = link is not None
+        self._told_link = link
         return link
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ python -m tests.gpu.play_trials MODE MODEL OUT.json [--device cpu]
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -40,7 +41,8 @@ def play_all(trial: Trial, size: Any) -> None:
     trial.part("pressure", lambda: loads.under_pressure(vllm, size, runs))
     if mode == "zeros":
         trial.watch.loses_loads = True
-        trial.write("stall", {"seen": loads.stalls(vllm, size)})
+        with loads_before_steps():  # one that goes with its step cannot be lost
+            trial.write("stall", {"seen": loads.stalls(vllm, size)})
         return
     if mode != "defaults":
         trial.part("returns", lambda: loads.returning_sessions(vllm, size, runs))
@@ -55,8 +57,15 @@ def convoy(trial: Trial, size: Any) -> dict[str, Any]:
     from kvortex.vllm_plugin.jobs import JobBook
     from tests.gpu import trial_loads as loads
 
-    with patch.object(JobBook, "loading", lambda book, key: False):
+    # Requests of one step share what goes with it.
+    with loads_before_steps(), patch.object(JobBook, "loading", lambda book, key: False):
         return loads.shared_prefix(trial.vllm, size, 2).figures()
+
+
+def loads_before_steps() -> AbstractContextManager[object]:
+    from kvortex.cache.load_choice import LoadChoice, Way
+
+    return patch.object(LoadChoice, "way", lambda *_, **__: Way.BEFORE_STEP)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ write it again. Nothing waits for them until the end, so the copies race as they
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
 
-from kvortex.messages import CopyOrder, Direction, IntArray, JobId, JobResult, Outcome
-from kvortex.transfer.base import CopyEngine, Fence, KVLayout
+from kvortex.messages import CopyOrder, Direction, IntArray, JobId, JobResult, LinkFacts, Outcome
+from kvortex.transfer.base import CopyEngine, Fence, KVLayout, StepLoads, Stopwatch
 from kvortex.transfer.slab import HostSlab
 from kvortex.vllm_plugin.worker import WorkerSide
 
@@ -32,6 +32,7 @@ class WatchedEngine:
         self._zeros = zeros
         self._device = layout.regions[0].device
         self._orders: dict[JobId, CopyOrder] = {}
+        self._step_orders: dict[JobId, CopyOrder] = {}
         self._sums = torch.zeros(slab.num_slots, dtype=torch.int64, device=self._device)
         self._wrong = torch.zeros((), dtype=torch.int64, device=self._device)
         generator = torch.Generator().manual_seed(0)
@@ -60,11 +61,29 @@ class WatchedEngine:
             if order.direction is Direction.STORE:
                 self._sums[self._index(order.slots)] = self._sums_of(order.gpu_blocks)
 
+    def load_for_step(self, orders: Sequence[CopyOrder], *, after: Fence) -> StepLoads:
+        self._step_orders.update((order.job_id, order) for order in orders)
+        return WatchedStepLoads(self._inner.load_for_step(orders, after=after), lambda: self._compare(orders))
+
+    def _compare(self, orders: Sequence[CopyOrder]) -> None:
+        for order in orders:
+            self.num_loaded += len(order.slots)
+            self._wrong += (self._sums_of(order.gpu_blocks) != self._sums[self._index(order.slots)]).sum()
+
+    @property
+    def link(self) -> LinkFacts | None:
+        return self._inner.link
+
+    def stopwatch(self) -> Stopwatch:
+        return self._inner.stopwatch()
+
     def poll(self) -> list[JobResult]:
         results = self._inner.poll()
         if self.loses_loads:
             results = [result for result in results if result.direction is Direction.STORE]
         for result in results:
+            if self._step_orders.pop(result.job_id, None) is not None:
+                continue  # compared when its step ended
             order = self._orders.pop(result.job_id)
             if result.outcome is not Outcome.DONE:
                 continue
@@ -73,8 +92,7 @@ class WatchedEngine:
                 if self._zeros:
                     self._slab.tensor[torch.from_numpy(order.slots)] = 0
             else:
-                self.num_loaded += len(order.slots)
-                self._wrong += (self._sums_of(order.gpu_blocks) != self._sums[self._index(order.slots)]).sum()
+                self._compare([order])
         return results
 
     def promise(self, window_s: float) -> list[JobId]:
@@ -107,6 +125,22 @@ class WatchedEngine:
             words = region[index][:, : 4 * len(weights)].contiguous().view(torch.int32)
             total += (words.to(torch.int64) * weights).sum(1)
         return total
+
+
+class WatchedStepLoads:
+    """Compared behind the step's kernels, and before those of the next one, which may write the blocks."""
+
+    def __init__(self, inner: StepLoads, compare: Callable[[], None]) -> None:
+        self._inner = inner
+        self._compare = compare
+
+    def hold_kernels(self, regions: Sequence[int]) -> None:
+        self._inner.hold_kernels(regions)
+
+    def end(self) -> bool:
+        in_time = self._inner.end()
+        self._compare()
+        return in_time
 
 
 @contextmanager

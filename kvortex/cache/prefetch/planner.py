@@ -125,6 +125,7 @@ class PrefetchPlanner:
         self._guess: Target | None = None
         self._look_again_at = 0.0
         self._in_flight = 0
+        self._links: dict[int, float] = {}
         self._link_blocks_per_s: float | None = None
         self._credit_blocks = 0.0
         self._credit_at = 0.0
@@ -158,10 +159,10 @@ class PrefetchPlanner:
 
     # ---- one chunk
 
-    def heard_of_link(self, blocks_per_s: float) -> None:
-        """The slowest rank's link."""
-        known = self._link_blocks_per_s
-        self._link_blocks_per_s = blocks_per_s if known is None else min(known, blocks_per_s)
+    def heard_of_link(self, rank: int, blocks_per_s: float) -> None:
+        """A rank's link as it is now; the slowest rank's counts."""
+        self._links[rank] = blocks_per_s
+        self._link_blocks_per_s = min(self._links.values())
 
     def plan(self, now: float, *, running: bool, requests_load: bool) -> Chunk | None:
         """The next chunk; `issued` is owed for it.

@@ -69,3 +69,32 @@ def test_an_estimate_is_never_negative() -> None:
     for i in range(20):
         costs.saw(prompt_work(0, 100 * (i + 1)), 1.0 / (i + 1))
     assert (costs.seconds(prompt_work(100_000, 100_064)) or 0.0) >= 0
+
+
+def test_the_few_tokens_behind_a_hit_do_not_teach_that_tokens_are_dear() -> None:
+    start_s = 5e-3
+    rng = random.Random(4)
+    costs = StepCosts()
+    costs.saw(PromptWork(), DECODE_S)
+    for work in [prompt_work(0, 500 * (1 + i % 8)) for i in range(40)]:
+        costs.saw(work, DECODE_S + start_s + truth(work))
+    for _ in range(300):
+        work = prompt_work(begin := rng.randrange(500, 4000), begin + 48)
+        costs.saw(work, (DECODE_S + start_s + truth(work)) * rng.uniform(0.8, 1.2))
+    assert costs.seconds(prompt_work(0, 4000)) == pytest.approx(truth(prompt_work(0, 4000)), rel=0.15)
+
+
+@pytest.mark.parametrize("at", [0, 2, 3, 4, 10, 39])
+def test_one_absurd_step_teaches_little(at: int) -> None:
+    costs = StepCosts()
+    costs.saw(PromptWork(), DECODE_S)
+    for i in range(40):
+        work = prompt_work(0, 500 * (1 + i % 8))
+        costs.saw(work, 20.0 if i == at else DECODE_S + truth(work))
+    assert costs.seconds(prompt_work(0, 4000)) == pytest.approx(truth(prompt_work(0, 4000)), rel=0.05)
+
+
+def test_one_absurd_step_without_prompts_teaches_little() -> None:
+    costs = taught([])
+    costs.saw(PromptWork(), 20.0)
+    assert costs.decode_s < 1.1 * DECODE_S

@@ -7,6 +7,7 @@ import pytest
 from kvortex.cache.costs import PromptWork, StepCosts, prompt_work
 from kvortex.cache.load_choice import LoadChoice, Way
 from kvortex.messages import LinkFacts
+from tests.fakes.clock import FakeClock
 
 GB = 10**9
 LINK = LinkFacts(50e9, by_layer=True)
@@ -27,7 +28,7 @@ def costs() -> StepCosts:
 def choice(costs: StepCosts, link: LinkFacts | None = LINK) -> LoadChoice:
     choice = LoadChoice(costs)
     if link is not None:
-        choice.heard_of(link)
+        choice.heard_of(0, link)
     choice.begin_step()
     return choice
 
@@ -84,17 +85,81 @@ def test_one_load_that_is_longer_than_that_is_not_put_off_for_ever(costs: StepCo
 
 def test_the_slowest_rank_counts(costs: StepCosts) -> None:
     both = choice(costs)
-    both.heard_of(LinkFacts(10e9, by_layer=False))
+    both.heard_of(1, LinkFacts(10e9, by_layer=False))
     assert both.way(GB // 10, HIT, WORK, 1) is Way.BEFORE_STEP
     slow = choice(costs)
-    slow.heard_of(LinkFacts(10e9, by_layer=True))
+    slow.heard_of(1, LinkFacts(10e9, by_layer=True))
     assert slow.way(GB, HIT, WORK, 1) is Way.BEFORE_STEP
 
 
+ALL_AT_ONCE = LinkFacts(50e9, by_layer=False)
+RUN = prompt_work(9_000, 9_640)  # as a hit: 20 ms
+
+
+def takes(seconds: float) -> int:
+    """Bytes that take the link so long."""
+    return int(seconds * 50e9)
+
+
 def test_what_is_quicker_computed_is_not_loaded(costs: StepCosts) -> None:
-    hit = prompt_work(9_000, 9_640)
-    assert choice(costs).way(int(0.019 * 50e9), hit, WORK, 0) is Way.WITH_STEP
-    assert choice(costs).way(int(0.022 * 50e9), hit, WORK, 0) is Way.COMPUTE
-    assert choice(costs).way(int(0.022 * 50e9), hit, WORK, 4) is Way.COMPUTE
-    assert choice(StepCosts()).way(int(0.022 * 50e9), hit, WORK, 0) is Way.WITH_STEP
-    assert choice(costs, None).way(int(0.022 * 50e9), hit, WORK, 0) is Way.BEFORE_STEP
+    assert choice(costs, ALL_AT_ONCE).way(takes(0.019), RUN, WORK, 0) is Way.WITH_STEP
+    assert choice(costs, ALL_AT_ONCE).way(takes(0.022), RUN, WORK, 0) is Way.COMPUTE
+    assert choice(costs, ALL_AT_ONCE).way(takes(0.022), RUN, WORK, 4) is Way.COMPUTE
+    assert choice(StepCosts(), ALL_AT_ONCE).way(takes(0.022), RUN, WORK, 0) is Way.WITH_STEP
+    assert choice(costs, None).way(takes(0.022), RUN, WORK, 0) is Way.BEFORE_STEP
+
+
+def test_what_hides_behind_the_step_costs_nothing(costs: StepCosts) -> None:
+    step = choice(costs)
+    assert step.way(takes(0.039), RUN, WORK, 0) is Way.WITH_STEP
+    assert step.way(takes(0.042), RUN, WORK, 0) is Way.COMPUTE
+    step.goes_with_step(takes(0.039), WORK)
+    assert step.way(takes(0.022), RUN, PromptWork(1, 9_000), 0) is Way.COMPUTE, "the first load takes that room"
+
+
+def test_what_is_computed_keeps_all_waiting_and_a_load_its_own_request(costs: StepCosts) -> None:
+    step = choice(costs, ALL_AT_ONCE)
+    assert step.way(takes(0.028), RUN, WORK, 1, 2) is Way.BEFORE_STEP  # 28 and 10 ms against twice 20
+    assert step.way(takes(0.032), RUN, WORK, 1, 2) is Way.COMPUTE
+    assert step.way(takes(0.032), RUN, WORK, 2, 3) is Way.BEFORE_STEP
+    assert step.way(takes(0.045), RUN, WORK, 30, 31) is Way.COMPUTE, "twice as long is too long for anyone"
+
+
+def test_a_load_waits_for_those_before_it_until_the_link_has_brought_them(costs: StepCosts) -> None:
+    clock = FakeClock()
+    step = LoadChoice(costs, clock)
+    step.heard_of(0, ALL_AT_ONCE)
+    assert step.way(takes(0.020), RUN, WORK, 2, 3) is Way.BEFORE_STEP
+    step.goes_before_step(takes(0.040))
+    assert step.way(takes(0.020), RUN, WORK, 2, 3) is Way.COMPUTE
+    clock.advance(0.015)
+    assert step.way(takes(0.020), RUN, WORK, 2, 3) is Way.BEFORE_STEP
+    clock.advance(10)
+    assert step.way(takes(0.020), RUN, WORK, 2, 3) is Way.BEFORE_STEP
+    step.goes_before_step(takes(0.040))
+    assert step.way(takes(0.020), RUN, WORK, 2, 3) is Way.COMPUTE, "time in which it was free is not saved up"
+
+
+def test_requests_that_come_together_count_for_the_first_of_them_until_they_stay_away(costs: StepCosts) -> None:
+    clock = FakeClock()
+    step = LoadChoice(costs, clock)
+    step.heard_of(0, ALL_AT_ONCE)
+    for _ in range(1000):
+        clock.advance(0.02)
+        step.begin_step(4)
+    clock.advance(0.02)
+    assert step.way(takes(0.035), RUN, WORK, 0, 1) is Way.BEFORE_STEP
+    clock.advance(10)
+    assert step.way(takes(0.035), RUN, WORK, 0, 1) is Way.COMPUTE
+
+
+def test_where_loads_cannot_go_with_steps_none_does(costs: StepCosts) -> None:
+    assert choice(costs).way(takes(0.010), RUN, WORK, 0, may_go_with_step=False) is Way.BEFORE_STEP
+    assert choice(costs).way(takes(0.022), RUN, WORK, 0, may_go_with_step=False) is Way.COMPUTE
+
+
+def test_a_link_that_was_told_anew_counts_as_it_is_now(costs: StepCosts) -> None:
+    step = choice(costs, LinkFacts(1e9, by_layer=False))
+    assert step.way(takes(0.010), RUN, WORK, 0) is Way.COMPUTE
+    step.heard_of(0, ALL_AT_ONCE)
+    assert step.way(takes(0.010), RUN, WORK, 0) is Way.WITH_STEP

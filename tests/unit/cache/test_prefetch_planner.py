@@ -74,7 +74,7 @@ class Stage:
             block_size=BLOCK_SIZE,
             loading=self.loading.__contains__,
         )
-        self.planner.heard_of_link(1600.0)  # a chunk of 16 blocks
+        self.planner.heard_of_link(0, 1600.0)  # a chunk of 16 blocks
 
     def store(self, keys: list[BlockKey]) -> None:
         answer = self.index.reserve(self.index.absent(keys))
@@ -220,6 +220,18 @@ def test_while_requests_run_the_link_is_shared() -> None:
         stage.vram.content.clear()
     # In a second the link moves 1600 blocks; half of its time is the most.
     assert moved == pytest.approx(800, rel=0.1)
+
+
+def test_the_slowest_rank_counts_as_it_is_now() -> None:
+    stage = generous(Stage())
+    stage.talk(1, 100)
+    stage.planner.heard_of_link(1, 400.0)
+    one = stage.plan()
+    stage.planner.heard_of_link(1, 800.0)
+    two = stage.plan()
+    assert one is not None
+    assert two is not None
+    assert (len(one.keys), len(two.keys)) == (4, 8)
 
 
 def test_the_likelier_conversation_comes_first() -> None:
