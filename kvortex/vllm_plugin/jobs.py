@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvortex.cache.prefetch.planner import Chunk
+from kvortex.cache.prefetch.target import Chunk
 from kvortex.cache.residency import Candidate
 from kvortex.keys import BlockKey
 from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan

@@ -20,10 +20,12 @@ from kvortex.cache.costs import StepCosts
 from kvortex.cache.index import BlockIndex
 from kvortex.cache.prefetch.budget import Cause, PrefetchBudget
 from kvortex.cache.prefetch.demand import Demand
-from kvortex.cache.prefetch.planner import PrefetchPlanner, Target
+from kvortex.cache.prefetch.planner import PrefetchPlanner
+from kvortex.cache.prefetch.target import Target
 from kvortex.cache.prefix import GroupShape
 from kvortex.cache.residency import Residency
 from kvortex.cache.sessions.book import SessionBook
+from kvortex.cache.sessions.line import session_line
 from kvortex.cache.sessions.session import Scope, Session
 from kvortex.keys import BlockKey
 from kvortex.vllm_plugin.jobs import JobBook, PrefetchJob
@@ -308,31 +310,10 @@ class Prefetcher:
     def lines(self, limit: int, caller: str | None) -> list[dict[str, Any]]:
         """The sessions heard of last, of one caller or of all, as `/kvortex/sessions` has them."""
         now = self._clock()
-        return [self._line(session, now) for session in self.book.recent(limit, caller)]
-
-    def _line(self, session: Session, now: float) -> dict[str, Any]:
-        silent_s = now - session.silent_since if session.is_silent else None
-        expected = self.book.expected_in_s(session, now) if session.is_silent else 0.0
-        return {
-            "session": session.name or f"#{session.number}",
-            "named": session.name is not None,
-            "salted": bool(session.scope.salt),
-            "turns": session.turns,
-            "requests": session.requests,
-            "tokens": session.num_tokens,
-            "silent_s": None if silent_s is None else round(silent_s, 3),
-            "expected_in_s": round(expected, 3) if expected < float("inf") else None,
-            "p_return_60s": round(self.book.p_return_within(session, now, 60.0), 4),
-            "blocks": len(session.keys),
-            "vram_blocks": sum(map(self._residency.holds, session.keys)),
-            "ram_blocks": len(self._index.ready_slots(session.keys)),
-            "prefetch": {
-                "issued_blocks": session.issued,
-                "used_blocks": session.used,
-                "wasted_blocks": session.wasted,
-                "late_blocks": session.late,
-            },
-        }
+        return [
+            session_line(session, self.book, self._residency, self._index, now)
+            for session in self.book.recent(limit, caller)
+        ]
 
     def check(self) -> None:
         """Verifies what must hold; for tests and soaks."""

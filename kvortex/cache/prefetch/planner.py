@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Final
 
 from kvortex.cache.costs import StepCosts, prompt_work
 from kvortex.cache.index import BlockIndex
 from kvortex.cache.prefetch.budget import Cause, PrefetchBudget
 from kvortex.cache.prefetch.demand import Demand
+from kvortex.cache.prefetch.target import Chunk, Target, Vram
 from kvortex.cache.sessions.book import SessionBook
 from kvortex.cache.sessions.session import Session
 from kvortex.keys import BlockKey
@@ -48,53 +48,6 @@ _TRIED: Final = 4
 _LEAST_P: Final = 0.2
 _SURPLUS: Final = 1.25
 """What would go for a block must be that much less likely to be asked for."""
-
-
-class Vram(Protocol):
-    """VRAM as the planner sees it."""
-
-    @property
-    def free_blocks(self) -> int: ...
-
-    def holds(self, key: BlockKey) -> bool: ...
-
-    def takeable(
-        self, count: int, p_return: Callable[[Session], float], below: float, own: Collection[BlockKey]
-    ) -> int:
-        """How many of the next `count` free blocks may be taken: nothing is lost with them, and who might ask for
-        their content again is less likely to than `below`. Blocks of the keys `own` are passed over: they will be
-        moved out of the way."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class Target:
-    """A prompt whose blocks are to be in VRAM.
-
-    Attributes:
-        name: tells it from others of its cause.
-        keys: of its complete blocks, head first.
-        session: whose they are, where that is known.
-        asked_at: when it became one.
-        in_flight: chunks under way.
-    """
-
-    cause: Cause
-    name: Hashable
-    keys: Sequence[BlockKey]
-    session: Session | None
-    asked_at: float
-    in_flight: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Blocks `start` and following of a target, to be loaded now: `keys[i]` is in `slots[i]`."""
-
-    target: Target
-    start: int
-    keys: tuple[BlockKey, ...]
-    slots: tuple[int, ...]
 
 
 class PrefetchPlanner:
