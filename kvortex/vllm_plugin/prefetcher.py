@@ -13,6 +13,7 @@ Called under the scheduler side's lock. Holds GPU blocks only between an order a
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +21,7 @@ from kvortex.cache.costs import StepCosts
 from kvortex.cache.index import BlockIndex
 from kvortex.cache.prefetch.budget import Cause, PrefetchBudget
 from kvortex.cache.prefetch.demand import Demand
-from kvortex.cache.prefetch.planner import PrefetchPlanner
+from kvortex.cache.prefetch.planner import KEEP_S, LEAST_P, PrefetchPlanner
 from kvortex.cache.prefetch.target import Target
 from kvortex.cache.prefix import GroupShape
 from kvortex.cache.residency import Residency
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+
+_WARMED_A_LIFE: Final = 4
+"""How often a session that is kept is made warm again, in the time that a block lasts in VRAM."""
 
 _KEYS_A_SLOT: Final = 2
 """Keys that are remembered of silent sessions, for each block that VRAM and RAM can hold."""
@@ -81,6 +85,7 @@ class Prefetcher:
         self._owners: dict[int, Session] = {}  # of GPU blocks, by the last request that used them
         self._open: dict[int, Target] = {}  # GPU blocks that were prefetched and not used yet
         self._begun = 0  # blocks given to requests that began since the last step
+        self._kept: OrderedDict[Target, float] = OrderedDict()  # what was brought, by when it was made warm
         self._in_flight: list[PrefetchJob] = []
         self._has_more = False
 
@@ -211,6 +216,7 @@ class Prefetcher:
         if self._unserved:
             self._demand.ran_short()
             self._unserved.clear()
+        self._keep_warm(now)
         chunk = self._planner.plan(now, running=running, requests_load=requests_load)
         self._has_more = chunk is not None
         if chunk is None:
@@ -226,6 +232,24 @@ class Prefetcher:
         if chunk.target.session is not None:
             chunk.target.session.issued += len(chunk.keys)
         return job
+
+    def _keep_warm(self, now: float) -> None:
+        """Moves the blocks of a session that is still expected back to the warm end; one session a step at most.
+
+        vLLM may take them at any time; but then it first takes those of sessions that are less likely to return.
+        """
+        if not self._kept:
+            return
+        target, warmed_at = next(iter(self._kept.items()))
+        if now - warmed_at < self._demand.lasts_s(self._pool.free) / _WARMED_A_LIFE:
+            return
+        del self._kept[target]
+        session = target.session
+        if session is None or not session.is_silent or not self._residency.holds(target.keys[0]):
+            return
+        if self.book.p_return_within(session, now, KEEP_S) >= LEAST_P:
+            self._pool.warm(target.keys)
+            self._kept[target] = now
 
     def ended(self, job: PrefetchJob) -> int:
         """Every rank has answered. Returns how many blocks are found in VRAM from now on."""
@@ -248,6 +272,7 @@ class Prefetcher:
         end = chunk.start + len(job.keys)
         if wanted and end == len(chunk.target.keys):
             self._pool.warm(chunk.target.keys)
+            self._kept[chunk.target] = self._clock()
         return len(wanted)
 
     @property
@@ -303,6 +328,7 @@ class Prefetcher:
         for target in self._open.values():
             self._waste(target, 1)
         self._open.clear()
+        self._kept.clear()
         self._owners.clear()
 
     # ---- statistics

@@ -16,6 +16,9 @@ _BURST_S: Final = 1.0
 """Blocks taken within about so long are one burst; a load under way is over by then."""
 
 _MEMORY_S: Final = 30.0
+_RATE_S: Final = 10.0
+"""What was taken within about so long tells the rate; in the first second there is none."""
+
 _SHORTAGE: Final = 0.25
 """Of VRAM: so much more stays free after requests found too little, less and less over the memory."""
 
@@ -31,7 +34,8 @@ class Demand:
         self._in_use = 0
         self._burst = 0.0
         self._peak = 0.0
-        self._per_s = 0.0
+        self._began_at = now
+        self._taken = 0.0
         self._shortage = 0.0
 
     def saw(self, in_use: int, begun: int, now: float) -> None:
@@ -43,7 +47,7 @@ class Demand:
         fade = math.exp(-passed / _MEMORY_S)
         self._burst = self._burst * math.exp(-passed / _BURST_S) + max(0, taken - begun)
         self._peak = max(self._peak * fade, self._burst)
-        self._per_s = self._per_s * fade + taken / _MEMORY_S
+        self._taken = self._taken * math.exp(-passed / _RATE_S) + taken
         self._shortage *= fade
 
     def ran_short(self) -> None:
@@ -58,4 +62,6 @@ class Demand:
 
     def lasts_s(self, free_blocks: int) -> float:
         """How long a block put at the warm end of so many free ones stays."""
-        return min(_LONGEST_S, free_blocks / self._per_s) if self._per_s > 0 else _LONGEST_S
+        seen_s = max(1.0, self._seen_at - self._began_at)
+        per_s = self._taken / (_RATE_S * -math.expm1(-seen_s / _RATE_S))
+        return min(_LONGEST_S, free_blocks / per_s) if per_s > 0 else _LONGEST_S

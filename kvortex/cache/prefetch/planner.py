@@ -29,6 +29,12 @@ MAX_TARGETS: Final = 256
 HINT_LASTS_S: Final = 60.0
 """A hint is dropped after that."""
 
+KEEP_S: Final = 30.0
+"""What was brought is kept at the warm end while its session is likely to go on within so long."""
+
+LEAST_P: Final = 0.3
+"""Less likely than that, a session is neither brought nor kept."""
+
 _CHUNK_S: Final = 0.01
 """A chunk is what the link moves in that time: so long may a request's own load wait behind one."""
 
@@ -45,7 +51,6 @@ _CONSIDERED: Final = 16
 _TRIED: Final = 4
 """Conversations that are considered for a guess, and the best of them that are looked at closely."""
 
-_LEAST_P: Final = 0.2
 _SURPLUS: Final = 1.25
 """What would go for a block must be that much less likely to be asked for."""
 
@@ -132,7 +137,7 @@ class PrefetchPlanner:
         room = self._room(running=running)
         if room <= 0:
             return None
-        horizon_s = self._demand.lasts_s(self._vram.free_blocks)
+        horizon_s = self._horizon_s
         for target, p in self._targets(now, horizon_s):
             if chunk := self._chunk_of(target, p, room, now, horizon_s):
                 return chunk
@@ -160,8 +165,12 @@ class PrefetchPlanner:
             return True
         if not self._book.num_lost or self._budget.allowed(Cause.GUESS) <= 0 or self._room(running=False) <= 0:
             return False
-        likely = self._book.likeliest(now, self._demand.lasts_s(self._vram.free_blocks), 1)
-        return bool(likely) and likely[0][0] >= _LEAST_P
+        likely = self._book.likeliest(now, self._horizon_s, 1)
+        return bool(likely) and likely[0][0] >= LEAST_P
+
+    @property
+    def _horizon_s(self) -> float:
+        return max(KEEP_S, self._demand.lasts_s(self._vram.free_blocks))
 
     def issued(self, chunk: Chunk) -> None:
         """The chunk was ordered."""
@@ -191,7 +200,7 @@ class PrefetchPlanner:
             return
         if self._guess is not None and self._guess.session is not None:
             p = self._book.p_return_within(self._guess.session, now, horizon_s)
-            if self._guess.session.is_silent and p >= _LEAST_P:
+            if self._guess.session.is_silent and p >= LEAST_P:
                 yield self._guess, p
             self._guess = None
         if now < self._look_again_at:
@@ -203,7 +212,7 @@ class PrefetchPlanner:
         self._look_again_at = now + _LOOK_EVERY_S
 
     def _best_guesses(self, now: float, horizon_s: float) -> list[tuple[float, Session]]:
-        likely = [(p, s) for p, s in self._book.likeliest(now, horizon_s, _CONSIDERED) if p >= _LEAST_P and s.is_silent]
+        likely = [(p, s) for p, s in self._book.likeliest(now, horizon_s, _CONSIDERED) if p >= LEAST_P and s.is_silent]
         likely.sort(key=lambda pair: pair[0] * self._seconds_a_block(pair[1]), reverse=True)
         return likely
 
