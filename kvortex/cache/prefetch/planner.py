@@ -139,7 +139,7 @@ class PrefetchPlanner:
             return None
         horizon_s = self._horizon_s
         for target, p in self._targets(now, horizon_s):
-            if chunk := self._chunk_of(target, p, room, now, horizon_s):
+            if chunk := self._chunk_of(target, p, room, now):
                 return chunk
         return None
 
@@ -229,7 +229,7 @@ class PrefetchPlanner:
         """VRAM gives up a prompt's tail before its head, so that what it has is a prefix."""
         return bisect_left(range(len(keys)), True, key=lambda i: not self._vram.holds(keys[i]))
 
-    def _chunk_of(self, target: Target, p: float, room: int, now: float, horizon_s: float) -> Chunk | None:
+    def _chunk_of(self, target: Target, p: float, room: int, now: float) -> Chunk | None:
         start = self.first_missing(target.keys)
         while start < len(target.keys) and target.in_flight and self._loading(target.keys[start]):
             start += 1  # its own earlier chunk brings it
@@ -241,9 +241,11 @@ class PrefetchPlanner:
                 self._drop(target)
             return None
         count = min(len(slots), self._budget.allowed(target.cause))
+        # What goes would have been there for so long at most, and is not kept.
+        lasts_s = self._demand.lasts_s(self._vram.free_blocks)
         count = self._vram.takeable(
             count,
-            lambda s: self._book.p_return_within(s, now, horizon_s),
+            lambda s: self._book.p_return_within(s, now, lasts_s),
             p / _SURPLUS,
             frozenset(target.keys[:start]),
         )

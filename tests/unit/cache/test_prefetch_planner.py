@@ -262,6 +262,24 @@ def test_nothing_goes_that_is_as_likely_to_be_asked_for() -> None:
     assert chunk.target.session is lost
 
 
+def test_what_vram_would_lose_anyhow_before_it_is_asked_for_may_go() -> None:
+    """Both are expected in twenty seconds, and VRAM is used over in two: what goes now is gone by then anyhow."""
+    stage = generous(Stage(capacity=40))
+    for pace in range(NUM_PACES):
+        for _ in range(300):
+            stage.book.rhythms.returned(pace, 20.0)
+    lost, there = stage.talk(1, 20, turns=1), stage.talk(2, 40, turns=1)
+    stage.vram.content.update(dict.fromkeys(there.keys, there))
+    assert stage.plan() is None
+    for _ in range(100):
+        stage.clock.advance(0.1)
+        stage.demand.saw(20, 20, stage.clock())
+        stage.demand.saw(0, 0, stage.clock())
+    chunk = stage.plan()
+    assert chunk is not None
+    assert chunk.target.session is lost
+
+
 def test_a_look_that_led_to_nothing_is_not_repeated_at_every_step() -> None:
     stage = generous(Stage())
     stage.talk(1)
