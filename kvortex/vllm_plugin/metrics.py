@@ -92,6 +92,19 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     for reason, blocks in stats["refused"].items():
         refused.add_metric([reason], blocks)
     yield refused
+    yield CounterMetricFamily(
+        "kvortex_with_step_loaded_blocks",
+        "Blocks loaded with the step that needed them, layer by layer",
+        value=stats["load"]["with_step_blocks"],
+    )
+    waits = CounterMetricFamily(
+        "kvortex_admission_waits",
+        "Requests that waited until the blocks they displace were copied, and those let through at the deadline",
+        labels=["outcome"],
+    )
+    for outcome in ("waited", "overdue"):
+        waits.add_metric([outcome], stats["admission"][outcome])
+    yield waits
     failures = CounterMetricFamily("kvortex_failed_blocks", "Blocks whose copy failed", labels=["direction"])
     failures.add_metric(["store"], stats["failures"]["store"])
     failures.add_metric(["load"], stats["failures"]["load"])
