@@ -69,13 +69,21 @@ def push_out(server: Server) -> None:
     until(lambda: get(server, "/kvortex/stats")["store"]["in_flight"] == 0)
 
 
+def hint_of_lost(server: Server, body: dict[str, Any]) -> Any:
+    """Pushes out and hints until the hint was quicker than a guess."""
+    for _ in range(10):
+        push_out(server)
+        found = hint(server, body)
+        if found["ram_blocks"] > 0:
+            return found
+    raise AssertionError(f"it is always there before the hint: {found}")
+
+
 def test_a_hint_wakes_an_idle_engine_and_the_turn_is_a_hit_in_vram(server: Server) -> None:
     tokens = prompt(1, 200)
     first = ask(server, tokens, "typing")
-    push_out(server)
-    found = hint(server, {"session": "typing"})
+    found = hint_of_lost(server, {"session": "typing"})
     assert found["known"] is True
-    assert found["ram_blocks"] > 0
     until(lambda: get(server, "/kvortex/stats")["prefetch"]["issued_blocks"] > 0)
     until(lambda: vram_blocks(server, "typing") > found["vram_blocks"])
     until(lambda: get(server, "/kvortex/stats")["load"]["in_flight"] == 0)
@@ -89,10 +97,8 @@ def test_a_hint_wakes_an_idle_engine_and_the_turn_is_a_hit_in_vram(server: Serve
 def test_a_hint_by_what_was_said_finds_the_same_blocks(server: Server) -> None:
     words = " ".join(f"w{token}" for token in prompt(2, 200))
     ask(server, words, None)
-    push_out(server)
-    found = hint(server, {"prompt": words})
+    found = hint_of_lost(server, {"prompt": words})
     assert found["blocks"] >= 6
-    assert found["ram_blocks"] > 0
     salted = hint(server, {"prompt": words, "cache_salt": "other"})
     assert (salted["vram_blocks"], salted["ram_blocks"]) == (0, 0)
     said = hint(server, {"messages": [{"role": "user", "content": words}]})
