@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvortex.cache.costs import StepCosts
@@ -85,7 +85,8 @@ class Prefetcher:
         self._owners: dict[int, Session] = {}  # of GPU blocks, by the last request that used them
         self._open: dict[int, Target] = {}  # GPU blocks that were prefetched and not used yet
         self._begun = 0  # blocks given to requests that began since the last step
-        self._kept: OrderedDict[Target, float] = OrderedDict()  # what was brought, by when it was made warm
+        # What was brought, by when it was made warm: the longest ago first.
+        self._kept: OrderedDict[Hashable, tuple[Target, float]] = OrderedDict()
         self._in_flight: list[PrefetchJob] = []
         self._has_more = False
 
@@ -240,16 +241,16 @@ class Prefetcher:
         """
         if not self._kept:
             return
-        target, warmed_at = next(iter(self._kept.items()))
+        name, (target, warmed_at) = next(iter(self._kept.items()))
         if now - warmed_at < self._demand.lasts_s(self._pool.free) / _WARMED_A_LIFE:
             return
-        del self._kept[target]
+        del self._kept[name]
         session = target.session
         if session is None or not session.is_silent or not self._residency.holds(target.keys[0]):
             return
         if self.book.p_return_within(session, now, KEEP_S) >= LEAST_P:
             self._pool.warm(target.keys)
-            self._kept[target] = now
+            self._kept[name] = target, now
 
     def ended(self, job: PrefetchJob) -> int:
         """Every rank has answered. Returns how many blocks are found in VRAM from now on."""
@@ -270,9 +271,12 @@ class Prefetcher:
                 self._owners[block_id] = chunk.target.session
         self._pool.give_back(job.gpu_blocks)
         end = chunk.start + len(job.keys)
+        if wanted:
+            name = (chunk.target.cause, chunk.target.name)
+            _, warmed_at = self._kept.get(name, (None, self._clock()))
+            self._kept[name] = chunk.target, warmed_at
         if wanted and end == len(chunk.target.keys):
             self._pool.warm(chunk.target.keys)
-            self._kept[chunk.target] = self._clock()
         return len(wanted)
 
     @property
