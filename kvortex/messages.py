@@ -79,6 +79,7 @@ class StepPlan:
         requests: for each load, the request that waits for it.
         refused: loads that must not happen; each rank answers FAILED without a copy, so that the request is computed.
         step_loads: loads that this step's own kernels read; their requests do not wait to be told.
+        prefetches: loads that no request waits for, behind those that one waits for.
         timed_as: the number under which the step's time is reported; 0 is not.
         needed: loads whose GPU blocks this step's kernels, or later ones, may touch. The kernels wait, on the device,
             for those of them that were promised (see `CopyEngine.promise`); the others are not promised any more.
@@ -86,6 +87,7 @@ class StepPlan:
 
     loads: list[CopyOrder] = field(default_factory=list)
     step_loads: list[CopyOrder] = field(default_factory=list)
+    prefetches: list[CopyOrder] = field(default_factory=list)
     stores: list[CopyOrder] = field(default_factory=list)
     refused: list[CopyOrder] = field(default_factory=list)
     requests: dict[JobId, str] = field(default_factory=dict)

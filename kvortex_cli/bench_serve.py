@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvortex.bench.think import Think
 from kvortex_cli.bench_load import (
     LOAD,
     MAX_FAILURES,
@@ -43,6 +44,22 @@ def bench_serve(
     vocab: Vocab = None,
     timeout: Timeout = REQUEST_TIMEOUT,
     max_failures: MaxFailures = MAX_FAILURES,
+    think: Annotated[
+        Think | None,
+        typer.Option(
+            "--think",
+            help="Sessions of their own pace instead: people think about 20 s between turns, agents 1 to 5 s.",
+        ),
+    ] = None,
+    rate: Annotated[
+        float, typer.Option("--rate", min=1e-6, help="--think: sessions that begin a second, at random.")
+    ] = 1.0,
+    ttft_goal: Annotated[
+        str, typer.Option("--ttft-goal", metavar="DURATION", help="--think: goodput's limit to the first token.")
+    ] = "1s",
+    tpot_goal: Annotated[
+        str, typer.Option("--tpot-goal", metavar="DURATION", help="--think: goodput's limit from token to token.")
+    ] = "100ms",
     as_json: AsJson = False,
     html: Html = None,
 ) -> None:
@@ -51,9 +68,15 @@ def bench_serve(
     All conversations take their first turn, then all their second, and so on; each turn's prompt is all that
     was said before and something new. Measured are the turns in which the conversation goes on.
 
+    With --think, sessions begin at random and each goes on when its user has thought: an open load, in which a server
+    that is too slow gets a queue. Then goodput is told too: the requests a second that met both limits.
+
     Example: kvortex bench serve --url http://localhost:8000 --conversations 20 --first 8192 --html result.html
+
+    Example: kvortex bench serve --think mixed --rate 0.5 --conversations 200 --ttft-goal 500ms
     """
     import asyncio
+    from dataclasses import replace
 
     from kvortex.bench.compare import Limits
     from kvortex.bench.documents import ServeResult, conditions_now, serve_document
@@ -62,22 +85,33 @@ def bench_serve(
     from kvortex.bench.report import serve_report
     from kvortex.bench.request import Endpoint
     from kvortex.bench.server_facts import check_length, read_server_facts
+    from kvortex.bench.session_figures import Goal, measure_sessions
+    from kvortex.bench.session_load import SessionLoad, play_sessions
     from kvortex.bench.workload import Workload
     from kvortex_cli.bench_load import check_writable, say, seconds, show
     from kvortex_cli.console import report
 
     timeout_s = seconds("--timeout", timeout)
+    goal = Goal(seconds("--ttft-goal", ttft_goal), seconds("--tpot-goal", tpot_goal))
     check_writable(html)
     base = url.rstrip("/").removesuffix("/v1")
     facts = read_server_facts(base, api_key)
     workload = Workload(
         conversations, turns, first, add, gen, concurrency, seed, vocabulary(vocab, facts.root or facts.model)
     )
+    if think is not None:
+        workload = replace(workload, concurrency=workload.conversations)  # an open load: nothing bounds it
     check_length(workload, facts.max_model_len)
     conditions = conditions_now(workload, Limits(timeout_s), max_failures)
     say(f"{facts.model}: {workload.conversations} conversations of {workload.turns} turns")
-    played = asyncio.run(play(Endpoint(base, facts.model, api_key), workload, timeout_s=timeout_s, say=say))
-    result = ServeResult(conditions, base, facts, measure(played))
+    endpoint = Endpoint(base, facts.model, api_key)
+    if think is None:
+        played = asyncio.run(play(endpoint, workload, timeout_s=timeout_s, say=say))
+        result = ServeResult(conditions, base, facts, measure(played))
+    else:
+        load = SessionLoad(workload, think, rate)
+        sessions = asyncio.run(play_sessions(endpoint, load, timeout_s=timeout_s, say=say))
+        result = ServeResult(conditions, base, facts, *measure_sessions(sessions, goal))
     show(serve_report(result), serve_document(result), as_json=as_json, html=html)
     if result.failed:
         requests = result.measured.requests

@@ -22,6 +22,7 @@ class View(StrEnum):
 
     STATS = "stats"
     BLOCKS = "blocks"
+    SESSIONS = "sessions"
 
 
 class Order(StrEnum):
@@ -55,6 +56,8 @@ def inspect_command(
 
     Example: kvortex inspect blocks --by uses --top 20
 
+    Example: kvortex inspect sessions
+
     Example: kvortex inspect --watch
     """
     path = f"/kvortex/{view.value}" + (f"?top={top}&by={by.value}" if view is View.BLOCKS else "")
@@ -80,13 +83,17 @@ def _page(view: View, document: dict[str, Any]) -> list[RenderableType]:
         from kvortex_cli.blocks_view import blocks_tables
 
         return [*blocks_tables(document)]
+    if view is View.SESSIONS:
+        from kvortex_cli.sessions_view import sessions_tables
+
+        return [*sessions_tables(document)]
     from kvortex_cli.stats_view import advice, stats_tables
 
     return [*advice(document), *stats_tables(document)]
 
 
 def _screen(view: View) -> Screen:
-    if view is View.BLOCKS:
+    if view is not View.STATS:
         return lambda watched, _: _page(view, watched.looks[-1][1])
     from kvortex_cli.stats_screen import stats_screen
 

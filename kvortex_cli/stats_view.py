@@ -54,7 +54,14 @@ def stats_tables(stats: Stats) -> list[Table]:
             f"{count['in_flight']:,}",
             f"{stats['failures'][direction]:,}",
         )
-    return [hits, missed_table(stats), tiers, copies]
+    return [hits, missed_table(stats), tiers, copies, _prefetch_table(stats)]
+
+
+def _prefetch_table(stats: Stats) -> Table:
+    outcomes = ("issued", "used", "wasted", "late")
+    table = Table(*(f"prefetched: {outcome}" for outcome in outcomes))
+    table.add_row(*(f"{stats['prefetch'][f'{outcome}_blocks']:,}" for outcome in outcomes))
+    return table
 
 
 def missed_table(stats: Stats) -> Table:

@@ -29,7 +29,7 @@ def empty_families() -> list[Metric]:
     document = {
         **Ledger().as_dict(),
         "tiers": {"vram": dict.fromkeys(_VRAM, 0), "ram": dict.fromkeys(_RAM, 0)},
-        "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0},
+        "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0, "late_blocks": 0},
         "sessions": {"known": 0, "active": 0},
         "request_log": counts(),
         "admission": {"waited": 0, "overdue": 0},

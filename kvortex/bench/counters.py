@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,6 +50,19 @@ class Copies:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefetched:
+    """Blocks that were brought before anybody asked: used, or for nothing; and all that were loaded from RAM."""
+
+    issued: int
+    used: int
+    wasted: int
+    loaded: int
+
+    def __sub__(self, earlier: Prefetched) -> Prefetched:
+        return Prefetched(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
 class Tiers:
     """Room for KV, in bytes."""
 
@@ -62,13 +75,14 @@ class Counters:
     """A server's counters at one moment.
 
     Attributes:
-        copies, tiers: None where vLLM counted: it does not tell.
+        copies, tiers, prefetched: None where vLLM counted: it does not tell.
     """
 
     counted_by: CountedBy
     tokens: PromptTokens
     copies: Copies | None = None
     tiers: Tiers | None = None
+    prefetched: Prefetched | None = None
 
 
 async def read_counters(client: httpx.AsyncClient) -> Counters | None:
@@ -103,9 +117,18 @@ def of_kvortex(document: str) -> Counters | None:
                 int(stats["failures"]["store"]) + int(stats["failures"]["load"]),
             ),
             Tiers(int(stats["tiers"]["vram"]["capacity_bytes"]), int(stats["tiers"]["ram"]["capacity_bytes"])),
+            _prefetched(stats),
         )
     except (ValueError, LookupError, TypeError):
         return None
+
+
+def _prefetched(stats: dict[str, Any]) -> Prefetched | None:
+    brought = stats.get("prefetch")
+    if brought is None:
+        return None
+    issued, used, wasted = (int(brought[f"{name}_blocks"]) for name in ("issued", "used", "wasted"))
+    return Prefetched(issued, used, wasted, int(stats["load"]["blocks"]))
 
 
 def of_vllm(exposition: str) -> Counters | None:

@@ -15,6 +15,7 @@ from kvortex.bench.engines import Engine
 from kvortex.bench.figures import Measured
 from kvortex.bench.request import Endpoint
 from kvortex.bench.server_facts import ServerFacts
+from kvortex.bench.session_figures import SessionFigures
 from kvortex.bench.workload import Workload
 from kvortex.config.redaction import redact
 
@@ -51,12 +52,14 @@ class ServeResult:
 
     Attributes:
         url: of the server, without `/v1`; may hold a user's name and password.
+        sessions: of an open load.
     """
 
     conditions: Conditions
     url: str
     server: ServerFacts
     measured: Measured
+    sessions: SessionFigures | None = None
 
     @property
     def shown_url(self) -> str:
@@ -117,6 +120,7 @@ def serve_document(result: ServeResult) -> dict[str, Any]:
         **_conditions(result.conditions),
         "server": {"url": result.shown_url, "is_this_machine": result.is_local, **_plain(result.server)},
         **_plain(result.measured),
+        **({"sessions": _plain(result.sessions)} if result.sessions is not None else {}),
         "failed": result.failed,
     }
 

@@ -67,11 +67,12 @@ async def play(endpoint: Endpoint, workload: Workload, *, timeout_s: float, say:
         WarmUpError: the server does not answer the first request.
     """
     async with endpoint.open_client() as client:
-        await _warm_up(client, endpoint, workload, timeout_s)
+        await warm_up(client, endpoint, workload, timeout_s)
         return await _Player(client, endpoint, workload, timeout_s, say).play()
 
 
-async def _warm_up(client: httpx.AsyncClient, endpoint: Endpoint, workload: Workload, timeout_s: float) -> None:
+async def warm_up(client: httpx.AsyncClient, endpoint: Endpoint, workload: Workload, timeout_s: float) -> None:
+    """One request that is not of the load; raises WarmUpError if it has no answer."""
     num_tokens = min(_WARM_UP_TOKENS, workload.gen)
     result = await complete(client, endpoint, workload.warm_up_prompt(), num_tokens, timeout_s)
     if isinstance(result, Failed):

@@ -105,13 +105,20 @@ class Endpoint:
 
 
 async def complete(
-    client: httpx.AsyncClient, endpoint: Endpoint, prompt: list[int], num_tokens: int, timeout_s: float
+    client: httpx.AsyncClient,
+    endpoint: Endpoint,
+    prompt: list[int],
+    num_tokens: int,
+    timeout_s: float,
+    *,
+    session: str | None = None,
 ) -> Good | Failed:
     """Sends a prompt of token ids and reads the answer as it comes.
 
     Args:
         num_tokens: to generate, no fewer: the end-of-text token does not end the answer.
         timeout_s: for the whole of it.
+        session: told to the server as the request's session.
     """
     # Encoded before the clock starts.
     body = json.dumps(
@@ -129,16 +136,18 @@ async def complete(
     reading = _Reading(time.perf_counter())
     try:
         async with asyncio.timeout(timeout_s):
-            return await _complete(client, body, reading)
+            return await _complete(client, body, reading, {"X-Session-Id": session} if session else {})
     except TimeoutError:
         return reading.failed(FailureKind.TIMEOUT, f"not done after {timeout_s:g} s, {reading.num_tokens} tokens came")
 
 
-async def _complete(client: httpx.AsyncClient, body: bytes, reading: _Reading) -> Good | Failed:
+async def _complete(
+    client: httpx.AsyncClient, body: bytes, reading: _Reading, headers: dict[str, str]
+) -> Good | Failed:
     answering = False
     try:
         async with client.stream(
-            "POST", "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+            "POST", "/v1/completions", content=body, headers={"Content-Type": "application/json", **headers}
         ) as response:
             answering = True
             if response.status_code != 200:

@@ -41,8 +41,8 @@ const CHARTS = [
       (kind) => rate(now, before, (s) => s.evicted[kind])),
   },
   {
-    title: "Prefetch, blocks", names: ["issued", "used", "wasted"], format: per_s,
-    values: (now, before) => ["issued", "used", "wasted"].map(
+    title: "Prefetch, blocks", names: ["issued", "used", "wasted", "late"], format: per_s,
+    values: (now, before) => ["issued", "used", "wasted", "late"].map(
       (outcome) => rate(now, before, (s) => s.prefetch[`${outcome}_blocks`])),
   },
   {

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    make_block_hash_with_group_id,
+    resolve_block_hashes,
+)
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -23,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.request import Request
 
 from kvortex.cache.costs import PromptWork, prompt_work
 from kvortex.cache.prefix import GroupShape
@@ -36,7 +43,6 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.request import Request
 
 REPORTS_FAILED_REQUESTS = hasattr(connector_base, "KVConnectorTransferResults")
 """vLLM takes failed loads by request, which models with several KV groups need."""
@@ -182,6 +188,22 @@ def request_keys(request: Request, group: GroupShape, hash_block_size: int, *, s
     """A key for each complete block of the request's tokens from block `start` on: vLLM's chained hash, group's id."""
     hashes = resolve_block_hashes(request.block_hashes, hash_block_size, group.block_size)
     return [BlockKey(make_block_hash_with_group_id(hashes[i], group.group_id)) for i in range(start, len(hashes))]
+
+
+def prompt_keys(
+    tokens: list[int], cache_salt: str | None, group: GroupShape, hash_block_size: int, algorithm: str
+) -> list[BlockKey]:
+    """The keys that a text request of these tokens would have, without a LoRA. EngineCore process only: vLLM may seed
+    its hashes anew in each process."""
+    request = Request(
+        request_id="kvortex-hint",
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        cache_salt=cache_salt,
+        block_hasher=get_request_block_hasher(hash_block_size, get_hash_fn_by_name(algorithm)),
+    )
+    return request_keys(request, group, hash_block_size)
 
 
 def forward_kind(forward_context: ForwardContext) -> str | None:

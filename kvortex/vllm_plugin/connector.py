@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -114,9 +115,18 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler_side.bind_pool(gpu_block_pool)
         end_with_parent()
-        self._stats = StatsServer(
-            self._facts.engine_id, {"stats": self._scheduler_side.snapshot, "blocks": self._scheduler_side.blocks}
-        )
+        side = self._scheduler_side
+        answers: dict[str, Callable[..., dict[str, Any]]] = {
+            "stats": side.snapshot,
+            "blocks": side.blocks,
+            "sessions": side.sessions,
+            "hint": side.hint,
+            "may_prefetch": side.may_prefetch,
+        }
+        self._stats = StatsServer(self._facts.engine_id, answers)
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler_side.queued(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler_side.match(request, num_computed_tokens)

@@ -11,15 +11,23 @@ from kvortex.vllm_plugin.stats_socket import ask_engine
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+Hinted = dict[str, Any]
+
 OF_ONE_ENGINE = frozenset({"kvortex", "vllm", "model", "uptime_s", "block_size", "ranks"})
 """Fields that are facts of the server, not sums over its engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Names of the engines that this server's requests may run on."""
+    """The engines that this server's requests may run on.
+
+    Attributes:
+        engine_ids: their names.
+        prefetch: whether they were told to prefetch.
+    """
 
     engine_ids: tuple[str, ...]
+    prefetch: bool = False
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Engines | None:
@@ -29,9 +37,10 @@ class Engines:
             return None
         engine_id = str(transfer.engine_id)
         size = int(vllm_config.parallel_config.data_parallel_size)
+        prefetch = bool(transfer.kv_connector_extra_config.get("prefetch_enabled", True))
         if size == 1:
-            return cls((engine_id,))
-        return cls(tuple(f"{engine_id}_dp{rank}" for rank in range(size)))
+            return cls((engine_id,), prefetch)
+        return cls(tuple(f"{engine_id}_dp{rank}" for rank in range(size)), prefetch)
 
     def stats(self) -> dict[str, Any]:
         """One snapshot over all engines; blocks for a bounded time.
@@ -53,6 +62,33 @@ class Engines:
         """
         answers = [ask_engine(engine_id, "blocks", top=top, by=by.value) for engine_id in self.engine_ids]
         return {"by": by.value, "top": top, "engines": answers}
+
+    def sessions(self, top: int, caller: str | None) -> dict[str, Any]:
+        """The sessions heard of last, `top` of each engine; of one caller, or of all.
+
+        Raises:
+            StatsUnavailableError: an engine does not answer.
+        """
+        answers = [ask_engine(engine_id, "sessions", top=top, caller=caller) for engine_id in self.engine_ids]
+        return {"top": top, "engines": answers}
+
+    def hint(self, session: str | None, tokens: list[int] | None, cache_salt: str | None, caller: str) -> Hinted:
+        """Tells every engine that a session or a prompt is about to come; one of them may have its blocks.
+
+        Raises:
+            StatsUnavailableError: an engine does not answer.
+        """
+        parameters = {"session": session, "tokens": tokens, "cache_salt": cache_salt, "caller": caller}
+        answers = [ask_engine(engine_id, "hint", **parameters) for engine_id in self.engine_ids]
+        return max(answers, key=lambda found: (found.get("ram_blocks", 0), found.get("vram_blocks", 0)))
+
+    def may_prefetch(self) -> bool:
+        """Whether an idle engine may have something to prefetch.
+
+        Raises:
+            StatsUnavailableError: an engine does not answer.
+        """
+        return any(ask_engine(engine_id, "may_prefetch")["due"] for engine_id in self.engine_ids)
 
 
 def _added(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:

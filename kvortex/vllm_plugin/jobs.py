@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvortex.cache.prefetch.target import Chunk
 from kvortex.cache.residency import Candidate
 from kvortex.keys import BlockKey
 from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan
@@ -63,6 +64,21 @@ class LoadJob(Job):
     with_step: bool
 
 
+@dataclass(slots=True, kw_only=True)
+class PrefetchJob(Job):
+    """Attributes:
+    gpu_blocks: the GPU blocks written; KVortex holds them until the load ends.
+    chunk: what it brings.
+    void: a reset came in between: what it brings must not be found.
+    late: a request came for it meanwhile.
+    """
+
+    gpu_blocks: list[int]
+    chunk: Chunk
+    void: bool = False
+    late: bool = False
+
+
 class JobBook:
     """Numbers the jobs, collects the step's plan, matches answers to jobs. Scheduler thread."""
 
@@ -71,7 +87,7 @@ class JobBook:
         self._timeout_s = timeout_s
         self._clock = clock
         self._next_id = 0
-        self._jobs: dict[JobId, StoreJob | LoadJob] = {}
+        self._jobs: dict[JobId, StoreJob | LoadJob | PrefetchJob] = {}
         self._store_deadlines: OrderedDict[JobId, float] = OrderedDict()
         self._source_of: dict[int, tuple[JobId, int]] = {}
         self._loading: Counter[BlockKey] = Counter()
@@ -144,6 +160,20 @@ class JobBook:
         self._plan.requests[job.job_id] = request_id
         return job
 
+    def start_prefetch(self, chunk: Chunk, gpu_blocks: list[int]) -> PrefetchJob:
+        job = PrefetchJob(
+            job_id=self._new_id(),
+            slots=chunk.slots,
+            keys=chunk.keys,
+            waiting_ranks=set(self._ranks),
+            gpu_blocks=gpu_blocks,
+            chunk=chunk,
+        )
+        self._jobs[job.job_id] = job
+        self._loading.update(job.keys)
+        self._plan.prefetches.append(self._order(job.job_id, Direction.LOAD, gpu_blocks, job.slots))
+        return job
+
     def _new_id(self) -> JobId:
         self._next_id += 1
         return JobId(self._next_id)
@@ -161,7 +191,7 @@ class JobBook:
         plan, self._plan = self._plan, StepPlan()
         return plan
 
-    def answer(self, rank: int, result: JobResult) -> StoreJob | LoadJob | None:
+    def answer(self, rank: int, result: JobResult) -> StoreJob | LoadJob | PrefetchJob | None:
         """Takes one rank's answer; the job, if this was the last rank it waited for."""
         job = self._jobs.get(result.job_id)
         if job is None or rank not in job.waiting_ranks:
@@ -180,17 +210,22 @@ class JobBook:
             for block_id in job.block_ids:
                 if self._source_of.get(block_id, (None, 0))[0] == job.job_id:
                     del self._source_of[block_id]
+        elif isinstance(job, PrefetchJob):
+            self._stop_loading(job.keys)
         elif not job.with_step:
-            for key in job.keys:
-                self._loading[key] -= 1
-                if not self._loading[key]:
-                    del self._loading[key]
+            self._stop_loading(job.keys)
             for block_id in job.gpu_blocks:
                 if self._target_of.get(block_id) == job.job_id:
                     del self._target_of[block_id]
             if self._load_of.get(job.request_id) == job.job_id:
                 del self._load_of[job.request_id]
         return job
+
+    def _stop_loading(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self._loading[key] -= 1
+            if not self._loading[key]:
+                del self._loading[key]
 
     def source_reused(self, block_id: int) -> None:
         """VRAM took the block for something else: what a store copies from now on is not its key's."""

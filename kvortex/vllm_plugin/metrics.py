@@ -123,7 +123,7 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
         "kvortex_dedup_unique_blocks", "Blocks that RAM took", value=stats["dedup"]["unique_blocks"]
     )
     prefetch = CounterMetricFamily("kvortex_prefetch_blocks", "Prefetched blocks", labels=["outcome"])
-    for outcome in ("issued", "used", "wasted"):
+    for outcome in ("issued", "used", "wasted", "late"):
         prefetch.add_metric([outcome], stats["prefetch"][f"{outcome}_blocks"])
     yield prefetch
     logged = CounterMetricFamily(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import secrets
@@ -22,7 +23,10 @@ from kvortex.vllm_plugin.banner import announce_when_ready
 from kvortex.vllm_plugin.engines import Engines
 from kvortex.vllm_plugin.logs import share_vllms_log
 from kvortex.vllm_plugin.metrics import StatsCollector
+from kvortex.vllm_plugin.session_middleware import SessionMiddleware
+from kvortex.vllm_plugin.session_routes import make_session_router
 from kvortex.vllm_plugin.stats_socket import StatsUnavailableError
+from kvortex.vllm_plugin.waker import keep_prefetching
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -113,12 +117,15 @@ class KVortexRoutes:
         self._engines: Engines | None = None
         self._paths: list[str] = []
         self._collector = StatsCollector(self._read)
+        self._waker: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes. vLLM's app has all of its own by now, `/metrics` among them."""
         app.include_router(router)
+        app.include_router(make_session_router(check_api_key, engines_of))
         self._paths = [str(getattr(route, "path", "")) for route in app.routes]
         app.include_router(page_router)
+        app.add_middleware(SessionMiddleware)
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             self._join_multiprocess_metrics(app)
         elif self._collector not in REGISTRY._collector_to_names:
@@ -140,9 +147,13 @@ class KVortexRoutes:
         if engine_client is not None:
             self._engines = Engines.of(engine_client.vllm_config)
         state.kvortex_engines = self._engines
+        state.kvortex_engine_client = engine_client
+        state.kvortex_sessions = self._engines is not None and self._engines.prefetch
         if self._engines is not None:
             share_vllms_log()
             announce_when_ready(self._engines, args, self._paths)
+            if engine_client is not None and self._engines.prefetch:
+                self._waker = asyncio.create_task(keep_prefetching(self._engines, engine_client))
 
     def _read(self) -> dict[str, Any]:
         if self._engines is None:

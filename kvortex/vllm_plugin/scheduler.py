@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import kvortex
 from kvortex.cache.costs import PromptWork, StepCosts, prompt_work
@@ -28,13 +28,17 @@ from kvortex.cache.load_choice import LoadChoice, Way
 from kvortex.cache.losses import LossRecord
 from kvortex.cache.misses import Miss, MissExplainer
 from kvortex.cache.planner import OffloadPlanner
+from kvortex.cache.prefetch.budget import PrefetchCount
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
 from kvortex.cache.residency import Residency
+from kvortex.cache.sessions.session import scope_of, session_name
 from kvortex.cache.stats import Ledger, Refusal
 from kvortex.keys import BlockKey
 from kvortex.messages import StepPlan, StepReport
-from kvortex.vllm_plugin.jobs import JobBook, LoadJob, StoreJob
+from kvortex.vllm_plugin import compat
+from kvortex.vllm_plugin.jobs import JobBook, LoadJob, PrefetchJob, StoreJob
 from kvortex.vllm_plugin.pool_view import PoolView
+from kvortex.vllm_plugin.prefetcher import Prefetcher
 from kvortex.vllm_plugin.request_log import EndedRequest, RequestLog, counts
 from kvortex.vllm_plugin.requests import RequestState
 from kvortex.vllm_plugin.step_log import StepLog
@@ -48,6 +52,9 @@ if TYPE_CHECKING:
     from kvortex.vllm_plugin.setup import EngineFacts
 
 logger = logging.getLogger(__name__)
+
+_IDLE_AFTER_S: Final = 0.2
+"""An engine that has not stepped for so long steps only if it is told to."""
 
 
 class SchedulerSide:
@@ -79,10 +86,11 @@ class SchedulerSide:
         self._costs = StepCosts()
         self._choice = LoadChoice(self._costs, clock)
         self._steps = StepLog()
-        self._started_at = clock()
+        self._started_at = self._planned_at = clock()
         self._lock = threading.Lock()
         self._view: PoolView | None = None
         self._planner: OffloadPlanner | None = None
+        self._prefetcher: Prefetcher | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:
         """vLLM has built its block pool; called once, before any request."""
@@ -91,6 +99,18 @@ class SchedulerSide:
             self._planner = OffloadPlanner(
                 self._facts.watermarks, self._view.capacity_blocks, self._residency, self._index, self._clock
             )
+            self._prefetcher = self._make_prefetcher(pool)
+
+    def _make_prefetcher(self, pool: BlockPool) -> Prefetcher | None:
+        if not self._facts.settings.prefetch_enabled:
+            return None
+        if len(self._groups) > 1 or self._groups[0].window is not None:
+            logger.info("no prefetch: it knows models with full attention in every layer only")
+            return None
+        capacity = self.view.capacity_blocks
+        return Prefetcher(
+            pool, self._index, self._residency, self._jobs, self._costs, self._groups[0], capacity, self._clock
+        )
 
     @property
     def view(self) -> PoolView:
@@ -104,6 +124,16 @@ class SchedulerSide:
 
     # ---- a request arrives ---------------------------------------------------------------------------------------
 
+    def queued(self, request: Request) -> None:
+        """vLLM has queued a new request."""
+        if self._prefetcher is None:
+            return
+        with self._lock:
+            self.view.refresh()
+            state = self._requests.setdefault(request.request_id, RequestState())
+            keys = state.keys(request, self._groups[0], self.view.hash_block_size)
+            self._prefetcher.request_waits(request, keys)
+
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """What RAM can restore of the request's prompt.
 
@@ -116,12 +146,14 @@ class SchedulerSide:
             state = self._requests.setdefault(request.request_id, RequestState())
             state.hit = PrefixHit(local_tokens, 0, {})
             state.with_step, state.declined = False, 0
+            if self._prefetcher is not None:
+                self._prefetcher.request_asks(request, self._next_key(request, state, local_tokens))
             if state.load_failed or request.skip_reading_prefix_cache:
                 return 0, False
             if self._jobs.loading(self._next_key(request, state, local_tokens)):
-                return None, False
+                return self._later(request)
             if self._must_wait(request, state, local_tokens):
-                return None, False
+                return self._later(request)
             hit = self._matcher.match(
                 lambda group: state.keys(request, group, self.view.hash_block_size),
                 request.num_tokens,
@@ -129,7 +161,7 @@ class SchedulerSide:
             )
             way = self._way(request, hit) if hit.ram_tokens else Way.COMPUTE
             if way is Way.NEXT_STEP:
-                return None, False
+                return self._later(request)
             declined_tokens = 0
             if way is Way.COMPUTE:
                 state.declined, declined_tokens = _num_blocks(hit), hit.ram_tokens
@@ -137,6 +169,11 @@ class SchedulerSide:
             state.hit, state.with_step = hit, way is Way.WITH_STEP
             self._explain(request, state, hit, declined_tokens)
             return hit.ram_tokens, way is Way.BEFORE_STEP
+
+    def _later(self, request: Request) -> tuple[None, bool]:
+        if self._prefetcher is not None:
+            self._prefetcher.request_waits_for_load(request)
+        return None, False
 
     def _way(self, request: Request, hit: PrefixHit) -> Way:
         load_bytes, work = self._load_and_work(request, hit)
@@ -201,6 +238,9 @@ class SchedulerSide:
             hit, state.hit = state.hit, None
             if hit is None:
                 return  # the second call for one load
+            if self._prefetcher is not None:
+                num_local = hit.local_tokens // self._groups[0].block_size
+                self._prefetcher.request_served(request, blocks.get_block_ids()[0], num_local)
             first_time = not state.counted and request.num_preemptions == 0
             state.counted = True
             if first_time:
@@ -285,12 +325,45 @@ class SchedulerSide:
         )
         self._ledger.load.in_flight += len(job.slots)
 
+    def hint(
+        self, session: str | None, tokens: list[int] | None, cache_salt: str | None = None, caller: str = ""
+    ) -> dict[str, Any]:
+        """A session, by its name, or a prompt, by its token ids, is about to come. Any thread.
+
+        Returns:
+            `enabled`, and, if so, what `Prefetcher.hint` says.
+        """
+        if self._prefetcher is None:
+            return {"enabled": False}
+        keys = None
+        if tokens is not None:
+            group, algorithm = self._groups[0], self._facts.hash_algorithm
+            keys = compat.prompt_keys(tokens, cache_salt, group, self.view.hash_block_size, algorithm)
+            keys = keys[: (len(tokens) - 1) // group.block_size]  # a prompt's last token is always computed
+        with self._lock:
+            found = self._prefetcher.hint(scope_of(cache_salt, caller), session_name(session), keys)
+        return {"enabled": True, **found}
+
+    def may_prefetch(self) -> dict[str, Any]:
+        """Whether a step may have something to prefetch, in an engine that takes none. Any thread."""
+        with self._lock:
+            idle = self._clock() - self._planned_at > _IDLE_AFTER_S
+            return {"due": idle and self._prefetcher is not None and self._prefetcher.may_plan()}
+
+    def sessions(self, top: int, caller: str | None = None) -> dict[str, Any]:
+        """The engine's part of `/kvortex/sessions`: the `top` sessions heard of last, of one caller or of all."""
+        with self._lock:
+            if self._prefetcher is None:
+                return {"known": 0, "sessions": []}
+            return {"known": len(self._prefetcher.book), "sessions": self._prefetcher.lines(top, caller)}
+
     # ---- each step -----------------------------------------------------------------------------------------------
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """This step's orders. Costs what it orders and what it computes; a few comparisons when nothing is due."""
         with self._lock:
             self.view.refresh()
+            self._planned_at = self._clock()
             self._choice.begin_step(len(self._requests))
             self._give_up_overdue_stores()
             line = self._gate.take_line()
@@ -306,14 +379,24 @@ class SchedulerSide:
             if decision.reservation is not None:
                 self._jobs.start_store(decision.candidates, decision.reservation.slots)
                 self._ledger.store.in_flight += len(decision.candidates)
+            if self._prefetcher is not None:
+                self._prefetch(self._prefetcher, running=bool(scheduler_output.num_scheduled_tokens))
             plan = self._jobs.take_plan()
             plan.timed_as = self._steps.begin(scheduler_output, loads=bool(plan.step_loads))
             return plan
 
+    def _prefetch(self, prefetcher: Prefetcher, *, running: bool) -> None:
+        held = prefetcher.held_blocks
+        job = prefetcher.plan(
+            self.view.in_use_blocks - held, running=running, requests_load=self._ledger.load.in_flight > held
+        )
+        if job is not None:
+            self._ledger.load.in_flight += len(job.slots)
+
     @property
     def busy(self) -> bool:
-        """Orders are unanswered, so vLLM must keep stepping for the answers to come in."""
-        return self._jobs.unanswered > 0
+        """Orders are unanswered, so vLLM must keep stepping for the answers to come in; or there is more to order."""
+        return self._jobs.unanswered > 0 or (self._prefetcher is not None and self._prefetcher.wants_step)
 
     def answers(self, report: StepReport) -> None:
         """Workers' answers, one a rank for each order, in any order."""
@@ -321,6 +404,8 @@ class SchedulerSide:
             self.view.refresh()
             for rank, link in report.links.items():
                 self._choice.heard_of(rank, link)
+                if self._prefetcher is not None:
+                    self._prefetcher.heard_of_link(rank, link.bytes_per_s / self._facts.rank_block_bytes)
             for number, seconds in report.step_seconds.items():
                 if (work := self._steps.work_of(number)) is not None:
                     self._costs.saw(work, seconds)
@@ -331,6 +416,8 @@ class SchedulerSide:
                         self._store_ended(ended)
                     elif isinstance(ended, LoadJob):
                         self._load_ended(ended)
+                    elif isinstance(ended, PrefetchJob):
+                        self._prefetch_ended(ended)
             self._ledger.ignored_answers = self._jobs.ignored_answers
 
     def _store_ended(self, job: StoreJob) -> None:
@@ -371,6 +458,8 @@ class SchedulerSide:
             self._ledger.with_step_blocks += len(job.slots) if job.with_step else 0
             self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
             self._ledger.load.seconds += job.seconds
+            if self._prefetcher is not None:
+                self._prefetcher.budget.requests_loaded(len(job.slots))
         if state is None:
             self._ledger.refused[Refusal.ABORTED] += len(job.gpu_blocks)
         elif job.computed_tokens is not None:
@@ -381,6 +470,18 @@ class SchedulerSide:
                 missed=state.explanation.settled(job.computed_tokens, load_failed=job.ram_tokens - ram_hit),
                 seen_tokens=state.explanation.seen_tokens,
             )
+
+    def _prefetch_ended(self, job: PrefetchJob) -> None:
+        assert self._prefetcher is not None, "an answer to a prefetch that nobody ordered"
+        self._ledger.load.in_flight -= len(job.slots)
+        self._prefetcher.ended(job)
+        if job.failed:
+            self._ledger.load_failures += len(job.gpu_blocks)
+            logger.warning("a prefetch of %d blocks failed: %s", len(job.gpu_blocks), job.detail)
+            return
+        self._ledger.load.blocks += len(job.slots)
+        self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
+        self._ledger.load.seconds += job.seconds
 
     def _give_up_overdue_stores(self) -> None:
         """A store without an answer past its deadline is a block that was not stored; its slot stays out of use until
@@ -404,6 +505,9 @@ class SchedulerSide:
                     self._index.touch(list(self._index.ready_slots(keys).values()))
                     self._index.answered(keys, request.num_output_tokens)
                 self._log(request, state)
+            if self._prefetcher is not None and state is not None:
+                keys = state.keys(request, self._groups[0], self.view.hash_block_size)
+                self._prefetcher.request_ended(request, keys, block_ids[0])
             self._jobs.request_ended(request.request_id)
             self._steps.request_ended(request.request_id)
             for ids in block_ids:
@@ -431,6 +535,8 @@ class SchedulerSide:
         self._ledger.refused[Refusal.RESET] += dropped
         for state in self._requests.values():
             state.hit = None
+        if self._prefetcher is not None:
+            self._prefetcher.ram_reset()
         logger.info("%s: %d blocks in RAM were dropped", cause, dropped)
 
     def prefix_cache_reset(self) -> None:
@@ -438,6 +544,8 @@ class SchedulerSide:
         self._drop_ram("vLLM has reset its prefix cache")
         self._residency.clear()
         self._jobs.forget_sources()
+        if self._prefetcher is not None:
+            self._prefetcher.vram_reset()
 
     # ---- statistics ------------------------------------------------------------------------------------------------
 
@@ -470,8 +578,11 @@ class SchedulerSide:
                 },
                 **self._ledger.as_dict(),
                 "admission": {"waited": self._gate.waited, "overdue": self._gate.overdue},
-                "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0},
-                "sessions": {"known": 0, "active": len(self._requests)},
+                "prefetch": (PrefetchCount() if self._prefetcher is None else self._prefetcher.budget.count).as_dict(),
+                "sessions": {
+                    "known": 0 if self._prefetcher is None else len(self._prefetcher.book),
+                    "active": len(self._requests),
+                },
                 "request_log": counts() if self._request_log is None else self._request_log.counts(),
             }
 
@@ -532,6 +643,8 @@ class _PoolEvents:
                 side._ledger.vram_lost += 1
                 side.planner.outrun()
                 side._losses.not_stored(key)
+            if side._prefetcher is not None:
+                side._prefetcher.block_taken(block_id, key)
 
     def prefix_cache_reset(self) -> None:
         self._side.prefix_cache_reset()

@@ -36,6 +36,7 @@ class EngineFacts:
         num_slots: host slots of each rank; slot `s` holds the parts of one block on all ranks.
         engine_id: vLLM's name of this engine, equal in all its processes.
         loads_go_with_steps: a request's load may be part of the step that runs it.
+        hash_algorithm: vLLM's name of what hashes blocks.
     """
 
     settings: KVCacheSettings
@@ -49,6 +50,7 @@ class EngineFacts:
     num_slots: int
     namespace: bytes
     loads_go_with_steps: bool
+    hash_algorithm: str
 
     @property
     def server_block_bytes(self) -> int:
@@ -119,6 +121,7 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
         step_blocks=-(-int(vllm_config.scheduler_config.max_num_batched_tokens) // block_size),
         num_slots=num_slots,
         namespace=_namespace(vllm_config, kv_cache_config).digest(),
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
         loads_go_with_steps=compat.loads_may_go_with_steps(vllm_config, len(kv_cache_config.kv_cache_groups)),
     )
 

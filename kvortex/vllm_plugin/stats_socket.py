@@ -25,7 +25,8 @@ TIMEOUT = 5.0
 QUESTION_TIMEOUT = 1.0
 """Seconds that a reader may take to ask: others wait behind it."""
 
-MOST_QUESTION_BYTES = 4096
+MOST_QUESTION_BYTES = 4 << 20
+"""A hint names up to some hundred thousand token ids."""
 
 _PEER = struct.Struct("3i")
 

@@ -55,6 +55,7 @@ class WorkerSide:
         self._before_kernels: Fence | None = None
         self._loads: list[CopyOrder] = []
         self._for_step: list[CopyOrder] = []
+        self._prefetches: list[CopyOrder] = []
         self._stores: list[CopyOrder] = []
         self._refused: list[CopyOrder] = []
         self._waiting: dict[JobId, tuple[str, CopyOrder]] = {}
@@ -116,13 +117,15 @@ class WorkerSide:
             self._stopwatch = self._stopwatches[plan.timed_as] = self.engine.stopwatch()
         # Taken before this step's kernels are submitted: none of them reads a block that the step loads into, so a
         # load need not wait for them.
-        self._before_kernels = self.engine.fence() if plan.loads or plan.step_loads else None
+        loads = plan.loads or plan.step_loads or plan.prefetches
+        self._before_kernels = self.engine.fence() if loads else None
         if needed := [job_id for job_id in plan.needed if job_id in self._promised]:
             self.engine.hold_kernels(needed)
         # Of a request that has ended: nobody would make kernels wait for these any more, so they are told at their end.
         self._unpromisable.update(job_id for job_id in plan.needed if job_id in self._waiting)
         self._loads = plan.loads
         self._for_step = plan.step_loads
+        self._prefetches = plan.prefetches
         self._stores = plan.stores
         self._refused = plan.refused
         for order in [*plan.loads, *plan.refused]:
@@ -141,7 +144,9 @@ class WorkerSide:
             self._step_loads = self.engine.load_for_step(for_step, after=self._before_kernels)
             if not layers_tell:
                 self._step_loads.hold_kernels(range(self._num_regions))
-        loads, self._loads = self._loads, []
+        # No request hears of a prefetch, so there is nobody whom its end could be promised to.
+        self._unpromisable.update(order.job_id for order in self._prefetches)
+        loads, self._loads, self._prefetches = [*self._loads, *self._prefetches], [], []
         if loads:
             self.engine.submit(loads, after=self._before_kernels)
         refused, self._refused = self._refused, []

@@ -68,7 +68,7 @@ def test_the_orders_of_the_command_are_those_of_the_server():
     assert [order.value for order in Order] == [order.value for order in BlockOrder]
 
 
-@pytest.mark.parametrize("arguments", [["--by", "colour"], ["--top", "0"], ["--top", "1001"], ["sessions"]])
+@pytest.mark.parametrize("arguments", [["--by", "colour"], ["--top", "0"], ["--top", "1001"], ["colours"]])
 def test_what_is_not_there_is_refused_with_exit_code_2(kvortex, server, arguments):
     assert kvortex("inspect", *arguments, "--url", server.url).code == 2
 

@@ -93,6 +93,8 @@ class Engine:
         assert sum(snapshot["missed"].values()) == tokens["computed"], snapshot["missed"]
         side._index.check()
         side._residency.check()
+        if side._prefetcher is not None:
+            side._prefetcher.check()
         return snapshot
 
     @property
@@ -117,16 +119,20 @@ def engine(
     make_engine: MakeEngine | None = None,
     **options: Any,
 ) -> Iterator[Engine]:
-    """A running engine; `kv_cache` None is plain vLLM. `make_engine` replaces the copy engine."""
+    """A running engine; `kv_cache` None is plain vLLM. `make_engine` replaces the copy engine.
+
+    Without prefetch unless `kv_cache` asks for it: it does things of its own accord.
+    """
     if kv_cache is not None:
-        settings = {"ram_cache_size": 1000 * BLOCK_BYTES, "block_size": BLOCK_SIZE, **kv_cache}
+        defaults = {"ram_cache_size": 1000 * BLOCK_BYTES, "block_size": BLOCK_SIZE, "prefetch_enabled": False}
+        settings = defaults | kv_cache
         options["kv_transfer_config"] = KVTransferConfig(
             kv_connector="KVortexConnector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=settings,
         )
-    defaults = {
+    arguments = {
         "max_model_len": 1152,
         "block_size": BLOCK_SIZE,
         "num_gpu_blocks_override": num_blocks,
@@ -144,7 +150,7 @@ def engine(
     assert not has_kv_transfer_group(), "vLLM keeps one connector a process: another engine is still running"
     # What a busy machine takes for a step must not decide what a test loads.
     with replaced, patch.object(StepCosts, "saw", lambda *_: None):
-        llm = LLM(model, **{**defaults, **options})
+        llm = LLM(model, **{**arguments, **options})
         try:
             yield Engine(llm)
         finally:

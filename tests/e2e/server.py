@@ -39,12 +39,16 @@ class Server:
         port: int | None = None,
         api_key: str | None = None,
         command: Sequence[str] | None = None,
+        options: Sequence[str] = (),
+        prefetch: bool = False,
         log: Path,
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        kvortex = [sys.executable, "-c", "from kvortex_cli.main import main; main()", "serve", model, *OPTIONS]
+        # Off unless asked for: it does things of its own accord.
+        more = ["--set", f"kv_cache.prefetch_enabled={str(prefetch).lower()}", *options]
+        kvortex = [sys.executable, "-c", "from kvortex_cli.main import main; main()", "serve", model, *OPTIONS, *more]
         self.command = [*(command or kvortex), "--port", str(self.port)]
         self.env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         self.env["VLLM_LOGGING_LEVEL"] = "INFO"

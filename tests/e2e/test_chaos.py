@@ -72,8 +72,12 @@ def settle(vllm: Engine, chaos: ChaosEngine) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     "settings",
-    [{"offload_threshold": 0.0}, {}, {"offload_threshold": 0.0, "eviction_policy": "lru"}],
-    ids=["write-through", "defaults", "lru"],
+    [
+        {"offload_threshold": 0.0},
+        {"prefetch_enabled": True},
+        {"offload_threshold": 0.0, "eviction_policy": "lru", "prefetch_enabled": True},
+    ],
+    ids=["write-through", "defaults", "lru and prefetch"],
 )
 def test_answers_are_right_and_nothing_leaks(tiny_llama, seed, settings, monkeypatch):
     rng = random.Random(seed)

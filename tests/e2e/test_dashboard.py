@@ -157,7 +157,7 @@ def test_every_chart_draws_what_it_is_named_for(chromium, server):
     assert not [label for label in labels if label.endswith(" -")]
     heights = page.evaluate(HEIGHTS)
     risen = dict(zip(names, [min(ys) < BOTTOM for ys in heights], strict=True))
-    # Nothing prefetches yet, and a copy may be too short to be seen under way; everything else moved.
+    # Nothing prefetches here, and a copy may be too short to be seen under way; everything else moved.
     assert not risen.pop("Prefetch")
     del risen["Blocks on their way"]
     assert all(risen.values()), risen

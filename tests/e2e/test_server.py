@@ -28,7 +28,7 @@ STATS_FIELDS = {
     "load": {"blocks", "bytes", "seconds", "in_flight"},
     "evicted": {"ram_blocks", "vram_blocks"},
     "dedup": {"references", "unique_blocks"},
-    "prefetch": {"issued_blocks", "used_blocks", "wasted_blocks"},
+    "prefetch": {"issued_blocks", "used_blocks", "wasted_blocks", "late_blocks"},
     "failures": {"store", "load", "recomputed_tokens"},
     "sessions": {"known", "active"},
 }

@@ -20,7 +20,7 @@ def stats_document(ledger: Ledger, *, uptime_s: float = 100.0, model: str = "stu
             "ram": {"capacity_bytes": 8000 * 10**6, "used_bytes": 2000 * 10**6, **ram},
         },
         **ledger.as_dict(),
-        "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0},
+        "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0, "late_blocks": 0},
         "sessions": {"known": 0, "active": 3},
         "admission": {"waited": 0, "overdue": 0},
     }

@@ -20,18 +20,19 @@ BLOCK_POOL = "v1/core/block_pool.py"
 
 CLASSES_AND_MEMBERS = [
     (BASE, "KVConnectorBase_V1", ["bind_gpu_block_pool", "has_pending_push_work", "build_connector_worker_meta"]),
+    (BASE, "KVConnectorBase_V1", ["on_new_request"]),
     (BASE, "SupportsHMA", ["request_finished_all_groups"]),
     (BASE, "KVConnectorWorkerMetadata", ["aggregate"]),
-    (BLOCK_POOL, "BlockHashToBlockMap", ["insert", "pop", "_cache"]),
+    (BLOCK_POOL, "BlockHashToBlockMap", ["insert", "pop", "_cache", "get_one_block"]),
     (
         BLOCK_POOL,
         "BlockPool",
         [
             *("blocks", "num_gpu_blocks", "cached_block_hash_to_block", "hash_block_size", "get_num_free_blocks"),
-            "free_block_queue",
+            *("free_block_queue", "get_new_blocks", "touch", "free_blocks", "_insert_block_hash"),
         ],
     ),
-    ("v1/core/kv_cache_utils.py", "KVCacheBlock", ["block_id", "ref_cnt", "is_null", "next_free_block"]),
+    ("v1/core/kv_cache_utils.py", "KVCacheBlock", ["block_id", "ref_cnt", "is_null", "next_free_block", "block_hash"]),
     ("v1/core/kv_cache_utils.py", "FreeKVCacheBlockQueue", ["fake_free_list_head", "fake_free_list_tail"]),
     ("v1/kv_cache_interface.py", "FullAttentionSpec", []),
     ("v1/kv_cache_interface.py", "SlidingWindowSpec", ["sliding_window"]),
@@ -44,11 +45,18 @@ CLASSES_AND_MEMBERS = [
     (
         "v1/request.py",
         "Request",
-        ["skip_reading_prefix_cache", "block_hashes", "cache_salt", "num_tokens", "num_preemptions", "request_id"],
+        [
+            *("skip_reading_prefix_cache", "block_hashes", "cache_salt", "num_tokens", "num_preemptions", "request_id"),
+            *("kv_transfer_params", "num_computed_tokens", "num_prompt_tokens"),
+        ],
     ),
+    ("v1/engine/async_llm.py", "AsyncLLM", ["is_sleeping"]),
+    ("v1/engine/exceptions.py", "EngineDeadError", []),
 ]
 FUNCTIONS = [
     ("v1/core/kv_cache_utils.py", "make_block_hash_with_group_id", ["block_hash", "group_id"]),
+    ("v1/core/kv_cache_utils.py", "get_request_block_hasher", ["hash_block_size", "caching_hash_fn"]),
+    ("utils/hashing.py", "get_hash_fn_by_name", ["hash_fn_name"]),
     ("v1/core/kv_cache_utils.py", "resolve_block_hashes", ["block_hashes", "hash_block_size", "block_size"]),
 ]
 

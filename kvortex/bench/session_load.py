@@ -1,0 +1,142 @@
+"""Plays sessions that begin on their own, and whose users think between turns: an open load.
+
+A server that is too slow for it gets a queue, which shows in the times to the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import httpx
+
+from kvortex.bench.counters import Counters, read_counters
+from kvortex.bench.load import warm_up
+from kvortex.bench.request import Endpoint, Failed, Good, complete
+from kvortex.bench.think import Think, arrivals_s, think_s
+from kvortex.bench.workload import Workload
+
+_PROGRESS_EVERY_S: Final = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLoad:
+    """Attributes:
+    workload: what is said; its `conversations` are the sessions, its `concurrency` bounds nothing.
+    rate: sessions that begin a second.
+    """
+
+    workload: Workload
+    who: Think
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedSessions:
+    """What came of it.
+
+    Attributes:
+        wall_s: from the first request's sending to the last one's end.
+        turns: of each turn, the results of all sessions.
+        counters: the server's, before and after; None where it has none.
+        most_in_flight: requests at a time.
+    """
+
+    load: SessionLoad
+    wall_s: float
+    turns: tuple[tuple[Good | Failed, ...], ...]
+    counters: tuple[Counters, Counters] | None
+    stand_in_answers: int
+    client_cpu_share: float
+    most_in_flight: int
+
+
+async def play_sessions(
+    endpoint: Endpoint, load: SessionLoad, *, timeout_s: float, say: Callable[[str], None]
+) -> PlayedSessions:
+    """Warms the server up with one request, then plays; see `load.play`."""
+    async with endpoint.open_client() as client:
+        await warm_up(client, endpoint, load.workload, timeout_s)
+        return await _Player(client, endpoint, load, timeout_s, say).play()
+
+
+class _Player:
+    """One run."""
+
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        endpoint: Endpoint,
+        load: SessionLoad,
+        timeout_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self.client = client
+        self.endpoint = endpoint
+        self.load = load
+        self.timeout_s = timeout_s
+        self.say = say
+        self.stand_in_answers = 0
+        self.in_flight = self.most_in_flight = self.done = 0
+
+    async def play(self) -> PlayedSessions:
+        workload = self.load.workload
+        before = await read_counters(self.client)
+        begun, cpu_before = time.perf_counter(), time.process_time()
+        progress = asyncio.create_task(self._say_progress())
+        begins = arrivals_s(workload.conversations, self.load.rate, workload.seed)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._session(i, at_s)) for i, at_s in enumerate(begins)]
+        finally:
+            progress.cancel()
+        wall_s, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_before
+        after = await read_counters(self.client)
+        known = before is not None and after is not None and before.counted_by == after.counted_by
+        return PlayedSessions(
+            load=self.load,
+            wall_s=wall_s,
+            turns=tuple(zip(*(task.result() for task in tasks), strict=True)),
+            counters=(before, after) if known and before is not None and after is not None else None,
+            stand_in_answers=self.stand_in_answers,
+            client_cpu_share=cpu_s / wall_s if wall_s > 0 else 0.0,
+            most_in_flight=self.most_in_flight,
+        )
+
+    async def _session(self, number: int, at_s: float) -> list[Good | Failed]:
+        workload = self.load.workload
+        await asyncio.sleep(at_s)
+        prompt: list[int] = []
+        results: list[Good | Failed] = []
+        for turn in range(1, workload.turns + 1):
+            if turn > 1:
+                await asyncio.sleep(think_s(self.load.who, workload.seed, number, turn - 1))
+            prompt += workload.user_tokens(number, turn)
+            result = await self._ask(number, prompt)
+            results.append(result)
+            if isinstance(result, Good) and result.token_ids is not None:
+                prompt += result.token_ids
+            elif isinstance(result, Good):
+                self.stand_in_answers += 1
+                prompt += workload.stand_in_answer(number, turn, result.output_tokens)
+        return results
+
+    async def _ask(self, number: int, prompt: list[int]) -> Good | Failed:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        workload = self.load.workload
+        try:
+            name = f"kvortex-bench-{workload.seed}-{number}"
+            return await complete(self.client, self.endpoint, prompt, workload.gen, self.timeout_s, session=name)
+        finally:
+            self.in_flight -= 1
+            self.done += 1
+
+    async def _say_progress(self) -> None:
+        workload = self.load.workload
+        while True:
+            await asyncio.sleep(_PROGRESS_EVERY_S)
+            self.say(f"{self.done} of {workload.conversations * workload.turns} requests ended, {self.in_flight} run")

@@ -1,0 +1,141 @@
+"""How much may be prefetched, by what became of it so far.
+
+A prefetched block is `issued`, and then `used` by a request or `wasted`: given up by VRAM before anybody asked, or its
+load failed. Wasted ones may make up WASTE_SHARE of all blocks loaded, requests' own loads included, and a small credit
+to begin with, without which nothing would ever be tried. Blocks whose fate is open count with the share of those that
+were wasted lately, each cause for itself: a client whose hints are worth nothing does not spoil the guesses.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+WASTE_SHARE: Final = 0.15
+
+_CREDIT_SHARE: Final = 0.02
+"""Of VRAM: what may be wasted before anything was loaded."""
+
+_PRIOR_BLOCKS: Final = 16.0
+_REMEMBERED_BLOCKS: Final = 2048.0
+
+_LEAST_SHARE: Final = 0.02
+_MOST_SHARE: Final = 0.5
+"""Of VRAM for blocks whose fate is open, and of the link's time while requests run."""
+
+
+class Cause(Enum):
+    """Why something is prefetched."""
+
+    QUEUED = "queued"
+    """A request that asks for it waits behind others."""
+    HINT = "hint"
+    GUESS = "guess"
+
+
+_PRIOR_RATE: Final = {Cause.QUEUED: 0.95, Cause.HINT: 0.6, Cause.GUESS: 0.5}
+
+
+@dataclass(slots=True)
+class PrefetchCount:
+    """Blocks, counters that only grow; `late` ones are also used or wasted.
+
+    Attributes:
+        late: were under way when their request came.
+    """
+
+    issued: int = 0
+    used: int = 0
+    wasted: int = 0
+    late: int = 0
+
+    @property
+    def open(self) -> int:
+        """Neither used nor wasted yet."""
+        return self.issued - self.used - self.wasted
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "issued_blocks": self.issued,
+            "used_blocks": self.used,
+            "wasted_blocks": self.wasted,
+            "late_blocks": self.late,
+        }
+
+
+class _UseRate:
+    """The share of blocks that were used, of those that were decided lately."""
+
+    def __init__(self, prior: float) -> None:
+        self._used = prior * _PRIOR_BLOCKS
+        self._decided = _PRIOR_BLOCKS
+
+    @property
+    def value(self) -> float:
+        return self._used / self._decided
+
+    @property
+    def cautious(self) -> float:
+        """What it is at least, as far as so few blocks tell."""
+        return max(0.0, self.value - 1 / math.sqrt(self._decided))
+
+    def saw(self, count: int, *, used: bool) -> None:
+        self._used += count * used
+        self._decided += count
+        if self._decided > _REMEMBERED_BLOCKS:
+            self._used *= 0.5
+            self._decided *= 0.5
+
+
+class PrefetchBudget:
+    """Args:
+    capacity_blocks: of VRAM.
+    """
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._capacity_blocks = capacity_blocks
+        self._credit = max(4.0, _CREDIT_SHARE * capacity_blocks)
+        self._rates = {cause: _UseRate(_PRIOR_RATE[cause]) for cause in Cause}
+        self._open = dict.fromkeys(Cause, 0)
+        self._requests_loaded = 0
+        self.count = PrefetchCount()
+
+    def issued(self, cause: Cause, num_blocks: int) -> None:
+        self.count.issued += num_blocks
+        self._open[cause] += num_blocks
+
+    def used(self, cause: Cause, num_blocks: int) -> None:
+        self.count.used += num_blocks
+        self._decided(cause, num_blocks, used=True)
+
+    def wasted(self, cause: Cause, num_blocks: int) -> None:
+        self.count.wasted += num_blocks
+        self._decided(cause, num_blocks, used=False)
+
+    def _decided(self, cause: Cause, num_blocks: int, *, used: bool) -> None:
+        self._open[cause] -= num_blocks
+        assert self._open[cause] >= 0, (cause, self._open[cause], num_blocks)
+        self._rates[cause].saw(num_blocks, used=used)
+
+    def requests_loaded(self, num_blocks: int) -> None:
+        """Requests loaded so many blocks themselves."""
+        self._requests_loaded += num_blocks
+
+    def use_rate(self, cause: Cause) -> float:
+        return self._rates[cause].value
+
+    def share(self, cause: Cause) -> float:
+        """Of VRAM, and of the link while requests run."""
+        return min(_MOST_SHARE, max(_LEAST_SHARE, _MOST_SHARE * self.use_rate(cause)))
+
+    def allowed(self, cause: Cause) -> int:
+        """Blocks that may be issued now."""
+        in_vram = int(self.share(cause) * self._capacity_blocks) - self.count.open
+        risk = 1 - self._rates[cause].cautious - WASTE_SHARE
+        if risk <= 0 or in_vram <= 0:
+            return max(0, in_vram)
+        expected = self.count.wasted + sum(n * (1 - self._rates[c].cautious) for c, n in self._open.items())
+        room = self._credit + WASTE_SHARE * (self._requests_loaded + self.count.issued) - expected
+        return max(0, min(in_vram, int(room / risk)))

@@ -1,0 +1,96 @@
+"""What the life table learns, and what it says of a conversation that is silent now."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from kvortex.cache.sessions.rhythm import EDGES_S, NUM_BINS, PRIOR, Rhythms, bin_of, pace_of
+
+
+def live_through(rhythms: Rhythms, pace: int, gap_s: float) -> None:
+    """One silence: the bins that it lasts through, then its end; infinity never ends."""
+    for bin_ in range(min(bin_of(gap_s) if math.isfinite(gap_s) else NUM_BINS, NUM_BINS)):
+        rhythms.stayed_silent(pace, bin_)
+    if math.isfinite(gap_s):
+        rhythms.returned(pace, gap_s)
+
+
+def test_bins_double_and_cover_every_silence() -> None:
+    assert [bin_of(0.0), bin_of(0.249), bin_of(0.25), bin_of(0.5), bin_of(20.0)] == [0, 0, 1, 2, 7]
+    assert all(bin_of(edge) == i + 1 for i, edge in enumerate(EDGES_S))
+    assert bin_of(1e9) == NUM_BINS
+
+
+def test_paces_follow_the_recent_gaps() -> None:
+    assert [pace_of([]), pace_of([0.2]), pace_of([2.0]), pace_of([5.0]), pace_of([20.0]), pace_of([900.0])] == [
+        *(0, 1, 2, 3, 4, 5)
+    ]
+    assert pace_of([1.5, 900.0]) == 4  # the geometric mean is 37 s
+
+
+def test_before_anything_was_seen_half_come_back() -> None:
+    assert Rhythms().p_return_within(0, 0.0, math.inf) == pytest.approx(0.5, abs=0.01)
+    assert all(0 <= share < 1 for share in PRIOR)
+
+
+def test_a_probability_grows_with_the_horizon_and_is_one_of_a_product() -> None:
+    rhythms = Rhythms()
+    grown = [rhythms.p_return_within(0, 3.0, h) for h in (0.0, 0.1, 1.0, 10.0, 100.0, 1e6)]
+    assert grown == sorted(grown)
+    assert grown[0] == 0
+    near, far = rhythms.p_return_within(0, 3.0, 4.0), rhythms.p_return_within(0, 7.0, 11.0)
+    assert 1 - (1 - near) * (1 - far) == pytest.approx(rhythms.p_return_within(0, 3.0, 15.0))
+
+
+def test_it_learns_the_share_that_comes_back_from_those_that_are_still_silent() -> None:
+    rhythms = Rhythms()
+    for i in range(400):
+        live_through(rhythms, 4, 20.0 if i % 4 else math.inf)
+    assert rhythms.p_return_within(4, 0.0, 60.0) == pytest.approx(0.75, abs=0.04)
+    assert rhythms.p_return_within(4, 60.0, 1000.0) < 0.05
+
+
+def test_who_never_comes_back_is_not_expected_long_before_it_is_forgotten() -> None:
+    """A thousand sessions of one request: those still silent count as soon as they pass a bin."""
+    rhythms = Rhythms()
+    for _ in range(1000):
+        for bin_ in range(bin_of(30.0)):
+            rhythms.stayed_silent(0, bin_)
+    assert rhythms.p_return_within(0, 1.0, 15.0) < 0.02
+
+
+def test_tools_and_people_are_told_apart_by_their_pace() -> None:
+    rhythms = Rhythms()
+    rng = random.Random(1)
+    for _ in range(300):
+        live_through(rhythms, 2, rng.uniform(1, 4))
+        live_through(rhythms, 4, rng.lognormvariate(math.log(20), 0.5))
+    assert rhythms.p_return_within(2, 1.0, 3.0) > 0.9
+    assert rhythms.p_return_within(4, 1.0, 3.0) < 0.1
+    assert rhythms.p_return_within(4, 1.0, 60.0) > 0.9
+    assert rhythms.expected_in_s(2, 0.0) == pytest.approx(4.0, abs=2.0)
+    assert 8 <= rhythms.expected_in_s(4, 0.0) <= 32
+
+
+def test_a_pace_never_seen_leans_on_the_others() -> None:
+    rhythms = Rhythms()
+    for _ in range(300):
+        live_through(rhythms, 2, 2.0)
+    assert rhythms.p_return_within(3, 0.0, 4.0) > 0.9
+
+
+def test_habits_change() -> None:
+    rhythms = Rhythms()
+    for _ in range(3000):
+        live_through(rhythms, 2, math.inf)
+    for _ in range(3000):
+        live_through(rhythms, 2, 2.0)
+    assert rhythms.p_return_within(2, 0.0, 4.0) > 0.9
+
+
+def test_nobody_is_expected_after_the_last_bin() -> None:
+    assert Rhythms().p_return_within(0, 2 * EDGES_S[-1], math.inf) == 0
+    assert Rhythms().expected_in_s(0, 2 * EDGES_S[-1]) == math.inf

@@ -1,0 +1,88 @@
+"""A load that no request waits for, in the worker: behind the others, told to the scheduler side only."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    WorkerSide = importlib.import_module("kvortex.vllm_plugin.worker").WorkerSide
+
+
+class FakeEngine:
+    """Promises every load at once, as a GPU's engine does with short ones, and ends them when told."""
+
+    link = None
+
+    def __init__(self) -> None:
+        self.submitted: list[CopyOrder] = []
+        self.ended: list[JobResult] = []
+
+    def fence(self) -> str:
+        return "before this step's kernels"
+
+    def submit(self, orders: list[CopyOrder], *, after: Any = None) -> None:
+        assert after == "before this step's kernels"
+        self.submitted += orders
+
+    def promise(self, window_s: float) -> list[JobId]:
+        return [order.job_id for order in self.submitted]
+
+    def poll(self) -> list[JobResult]:
+        ended, self.ended = self.ended, []
+        return ended
+
+    def end(self, outcome: Outcome) -> None:
+        self.ended = [JobResult(order.job_id, order.direction, outcome, 0.01, 1) for order in self.submitted]
+        self.submitted = []
+
+
+def load(number: int) -> CopyOrder:
+    return CopyOrder(JobId(number), Direction.LOAD, np.array([number]), np.array([number]), 30.0)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def worker(engine: FakeEngine) -> Any:
+    worker = WorkerSide(SimpleNamespace(), SimpleNamespace(kv_cache_groups=[None]), 0)
+    worker._engine = engine
+    return worker
+
+
+def step(worker: Any, plan: StepPlan) -> None:
+    worker.bind(plan)
+    worker.begin_forward(None)
+    worker.end_forward()
+    worker.collect()
+
+
+def test_it_is_submitted_behind_the_loads_of_requests(worker: Any, engine: FakeEngine) -> None:
+    step(worker, StepPlan(loads=[load(2)], prefetches=[load(1)], requests={JobId(2): "r"}))
+    assert [order.job_id for order in engine.submitted] == [2, 1]
+
+
+@pytest.mark.parametrize("outcome", [Outcome.DONE, Outcome.FAILED, Outcome.TIMED_OUT])
+def test_no_request_hears_of_it_and_the_scheduler_side_once(worker: Any, engine: FakeEngine, outcome: Outcome) -> None:
+    step(worker, StepPlan(loads=[load(2)], prefetches=[load(1)], requests={JobId(2): "r"}))
+    assert worker.take_finished() == ({"r"}, set())  # promised
+    engine.submitted = [order for order in engine.submitted if order.job_id == 1]
+    engine.end(outcome)
+    step(worker, StepPlan())
+    assert worker.take_finished() == (set(), set())
+    assert worker.take_invalid_blocks() == set()
+    results = worker.take_report().results[0]
+    assert [(result.job_id, result.outcome) for result in results] == [(1, outcome)]
+    assert not worker._unpromisable
