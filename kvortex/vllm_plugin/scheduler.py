@@ -392,6 +392,7 @@ class SchedulerSide:
         )
         if job is not None:
             self._ledger.load.in_flight += len(job.slots)
+            self._choice.goes_before_step(len(job.slots) * self._facts.rank_block_bytes)
 
     @property
     def busy(self) -> bool:
