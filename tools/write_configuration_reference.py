@@ -28,7 +28,7 @@ _WHAT: Final = {
     "idle_after": "a block unused for this long counts as idle; the `priority` policy gives idle ones up sooner",
     "ram_cache_size": "host RAM for blocks: the whole server's, split over its GPUs",
     "prefetch_enabled": "loads may begin before the request that needs them; does nothing yet",
-    "num_streams": "copy threads on vLLM's CPU build. On a GPU, 1 has both directions share a stream, more give each its own",
+    "num_streams": "copy threads on vLLM's CPU build; on a GPU, 1 has both directions share a stream",
     "block_size": "tokens of a block; becomes vLLM's `--block-size`",
     "eviction_policy": "which blocks a full RAM gives up: [eviction.md](eviction.md)",
     "transfer_timeout": "after this long a copy is given up and counted as failed",
