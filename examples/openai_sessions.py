@@ -1,4 +1,4 @@
-"""Conversations about several documents in turn, with the OpenAI client: each document's KV is back when its turn comes.
+"""Conversations about several documents in turn, with the OpenAI client: each one's KV is back when its turn comes.
 
     pip install openai
     kvortex serve MODEL
