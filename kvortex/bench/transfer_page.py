@@ -43,10 +43,7 @@ def transfer_page(
             table(columns, rows),
             section("Bandwidth, nothing else running", plot(lambda r: r.bandwidth, _gigabytes)),
             section("Bandwidth beside a model", plot(lambda r: r.beside.bandwidth if r.beside else None, _gigabytes)),
-            section(
-                "A model's step with copies beside it, times as long",
-                plot(lambda r: r.beside.mean_step if r.beside else None, lambda value: f"{value:.2f}x"),
-            ),
+            section("Time that copies add to a model's step", plot(_added, lambda share: f"{share:.1%}")),
             section("How to read it", definitions(_READING)),
             section("Conditions", definitions(conditions)),
         ],
@@ -61,6 +58,11 @@ def _series(
     lines = dict.fromkeys((direction, method) for direction, method, _ in values)
     series = [(f"{line[0]}, {line[1]}", [values.get((*line, size)) for size in fragments]) for line in lines]
     return [(name, found) for name, found in series if any(value is not None for value in found)]
+
+
+def _added(result: CopyResult) -> float | None:
+    """Share of a step; less than nothing is noise."""
+    return max(result.beside.mean_step - 1, 0.0) if result.beside is not None else None
 
 
 def _gigabytes(bandwidth: float) -> str:

@@ -86,6 +86,7 @@ def test_the_page_has_the_numbers_first_plots_and_the_conditions(tmp_path: Path)
         assert f"<td>{cell}</td>" in text
     assert text.index("<table>") < text.index("<svg") < text.index("Conditions")
     assert text.count("<svg") == 3
+    assert ">5.0%</text>" in text, "the step that takes 1.05 times as long"
     # Smallest first; a line without any value is not in the legend.
     assert re.findall(r">(\d+ KiB)</text>", text) == ["4 KiB", "512 KiB"] * 3
     assert re.findall(r"<p>(.*?)</p>", text) == ["● load, copy engine, ■ load, kernel", *["● load, copy engine"] * 2]
