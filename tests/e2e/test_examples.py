@@ -53,7 +53,6 @@ def test_curl_fails_where_the_server_refuses(server):
 
 def test_openai_conversations_come_back_from_ram(server, tmp_path):
     """Three documents of 480 tokens on VRAM for 1,280: when the first one's turn comes again, RAM has it."""
-    pytest.importorskip("openai")
     for number, name in enumerate(DOCUMENTS):
         words = [f"w{10 + (number * 131 + place * place) % 490}" for place in range(480)]
         (tmp_path / name).write_text(" ".join(words))
