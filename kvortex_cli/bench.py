@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from kvortex_cli.bench_compare import CompareCommand, bench_compare
+from kvortex_cli.bench_load import Html, check_writable
 from kvortex_cli.bench_replay import bench_replay
 from kvortex_cli.bench_serve import bench_serve
 
@@ -14,6 +17,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvortex.transfer.transfer_bench import TransferReport
+
+_COLUMNS: Final = ("fragment", "method", "direction", "GB/s", "of peak", "GB/s beside", "of peak", "step", "worst")
 
 bench_app = typer.Typer(
     name="bench",
@@ -48,6 +53,7 @@ def transfer(
         ),
     ] = "4KiB,32KiB,512KiB,2MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    html: Html = None,
 ) -> None:
     """Measure copies between host RAM and a GPU: how fast, and what they cost a model that runs beside them.
 
@@ -56,6 +62,7 @@ def transfer(
     Example: kvortex bench transfer --fragments 64KiB,512KiB --json
     """
     num_bytes, fragment_sizes = _sizes(size, fragments)
+    check_writable(html)
     from kvortex.errors import UnfitError
     from kvortex_cli.console import stderr, stdout
 
@@ -65,6 +72,8 @@ def transfer(
         hint = "install vLLM with its GPU dependencies, which bring it"
         raise UnfitError(f"copies cannot be measured here: {error}", hint=hint) from error
     report = bench_transfer(num_bytes, fragment_sizes, stderr().print)
+    if html is not None:
+        _write_page(html, report, num_bytes)
     if as_json:
         _print_json(report)
     else:
@@ -113,8 +122,15 @@ def _table(report: TransferReport) -> Table:
         f"a model's step alone takes {report.step_s * 1e3:.1f} ms; * is what this GPU's tuning takes"
     )
     table = Table(title=title, title_justify="left")
-    for column in ("fragment", "method", "direction", "GB/s", "of peak", "GB/s beside", "of peak", "step", "worst"):
+    for column in _COLUMNS:
         table.add_column(column, justify="left" if column in ("method", "direction") else "right", no_wrap=True)
+    for cells in _rows(report):
+        table.add_row(*cells)
+    return table
+
+
+def _rows(report: TransferReport) -> Iterator[tuple[str, ...]]:
+    """Text for _COLUMNS."""
     for result in report.results:
         beside = ("-", "-", "-", "-")
         if result.beside is not None:
@@ -124,7 +140,7 @@ def _table(report: TransferReport) -> Table:
                 f"{result.beside.mean_step:.2f}x",
                 f"{result.beside.worst_step:.2f}x",
             )
-        table.add_row(
+        yield (
             _shown_fragment(result.fragment_bytes),
             result.method + (" *" if result.is_chosen else ""),
             result.direction,
@@ -132,7 +148,30 @@ def _table(report: TransferReport) -> Table:
             f"{report.share(result, result.bandwidth):.0%}",
             *beside,
         )
-    return table
+
+
+def _write_page(html: Path, report: TransferReport, num_bytes: int) -> None:
+    from datetime import UTC, datetime
+
+    from kvortex.bench.transfer_page import transfer_page
+    from kvortex.sizes import format_bytes
+    from kvortex_cli.bench_load import say
+
+    setting = report.setting
+    conditions = [
+        ("GPU", f"{setting.gpu}, driver {setting.driver}"),
+        ("versions", f"CUDA {setting.cuda}, torch {setting.torch}, triton {setting.triton}, KVortex {setting.kvortex}"),
+        ("host", setting.host),
+        (
+            "copied between",
+            f"{format_bytes(num_bytes)} of VRAM and as much pinned host RAM, or less for small fragments",
+        ),
+        ("a model's step alone", f"{report.step_s * 1e3:.1f} ms"),
+        ("ended", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"),
+    ]
+    page = transfer_page(_COLUMNS, _rows(report), report, _shown_fragment, conditions)
+    html.write_text(page, encoding="utf-8")
+    say(f"wrote {html}")
 
 
 def _shown_fragment(num_bytes: int) -> str:

@@ -23,6 +23,7 @@ th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px soli
 th { white-space: normal; vertical-align: bottom; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1rem; } dt { color: var(--soft); }
 dd { margin: 0; overflow-wrap: anywhere; } li { overflow-wrap: anywhere; } p { color: var(--soft); margin: .2rem 0; }
+.lead { color: inherit; font-size: 1.1rem; margin: .5rem 0 1rem; }
 svg { display: block; width: 100%; } svg text { fill: currentColor; font-size: 13px; }
 .plot { max-width: 30rem; } .plot text { font-size: 11px; }
 .bar { fill: var(--bar); } .vram { fill: var(--a); } .ram { fill: var(--b); } .computed { fill: var(--c); }
@@ -43,6 +44,7 @@ def page(report: Report) -> str:
     return document(
         report.title,
         [
+            f'<p class="lead">{escape(report.headline)}</p>' if report.headline else "",
             table(COLUMNS, [row.cells for row in report.rows]),
             section("Notes", _list(report.notes)) if report.notes else "",
             section("Output tokens per second", _bars(measured, lambda row: row.figures.output_tokens_per_s, _number)),

@@ -80,12 +80,14 @@ class Report:
     Attributes:
         conditions: (what, how it was).
         notes: what a reader must know before believing the figures.
+        headline: the outcome in a sentence; "" where there is none.
     """
 
     title: str
     rows: tuple[Row, ...]
     conditions: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    headline: str = ""
 
 
 def serve_report(result: ServeResult) -> Report:
@@ -119,7 +121,26 @@ def compare_report(result: CompareResult) -> Report:
     for engine, measured in result.measured_runs:
         notes += [f"{engine.engine}: {note}" for note in measured.notes]
         notes += [f"{engine.engine}: a request failed: {example}" for example in measured.requests.examples]
-    return Report(f"Engines compared on {result.model}", rows, conditions, tuple(dict.fromkeys(notes)))
+    title = f"Engines compared on {result.model}"
+    return Report(title, rows, conditions, tuple(dict.fromkeys(notes)), _headline(rows))
+
+
+def _headline(rows: Sequence[Row]) -> str:
+    """What KVortex gave, against whatever else was measured: gain or loss."""
+    by_name = {row.name: row for row in rows}
+    kvortex = by_name.get(Engine.KVORTEX)
+    if kvortex is None or kvortex.figures.output_tokens_per_s is None:
+        return ""
+    said = f"KVortex: {_rate(kvortex.figures.output_tokens_per_s)} output tokens/s"
+    for engine, words in ((Engine.NONE, "of vLLM without offload"), (Engine.BOUND, "of vLLM with all KV in VRAM")):
+        if engine in kvortex.ratios:
+            said += f", {kvortex.ratios[engine]:.2f} times those {words}"
+    waits = [
+        f"{TITLES[engine]} {_pair(by_name[engine].figures.ttft_p50_s, by_name[engine].figures.ttft_p99_s)}"
+        for engine in (Engine.KVORTEX, Engine.NONE, Engine.BOUND)
+        if engine in by_name
+    ]
+    return f"{said}. Time to the first token, median / 99th percentile, in ms: {'; '.join(waits)}."
 
 
 def _engine_in_words(engine: EngineResult) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvortex.transfer.bench_flow import Beside
-from kvortex.transfer.transfer_bench import COPY_ENGINE, WHOLE, CopyResult, Setting, TransferReport
+from kvortex.transfer.transfer_bench import COPY_ENGINE, KERNEL, WHOLE, CopyResult, Setting, TransferReport
 from kvortex_cli import bench
 
 CODE = "from kvortex_cli.main import main; main()"
@@ -39,6 +42,7 @@ def test_without_a_gpu_it_says_so_and_fails() -> None:
     [
         (["--size", "4G"], "--size: '4G' is not a size"),
         (["--fragments", "4KiB,,2MiB"], "--fragments: '' is not a size"),
+        (["--html", "none/page.html"], "--html none/page.html cannot be written"),
         (["--size", "1MiB"], "--size 1MiB is less than two blocks of 16 fragments of 2,097,152 bytes"),
     ],
 )
@@ -70,3 +74,23 @@ def test_the_table_names_the_hardware_and_what_copies_cost_a_model() -> None:
     assert "NVIDIA H200, driver 580.159.04, CUDA 13.0, torch 2.11.0" in str(table.title)
     cells = [list(column.cells)[1] for column in table.columns]
     assert cells == ["512 KiB", "copy engine *", "load", "49.0", "98%", "45.0", "90%", "1.02x", "1.09x"]
+
+
+def test_the_page_has_the_numbers_first_plots_and_the_conditions(tmp_path: Path) -> None:
+    small = CopyResult("load", 4 << 10, COPY_ENGINE, False, 3e9, Beside(2e9, 1.05, 1.2))
+    kernel = CopyResult("load", 4 << 10, KERNEL, True, 46e9, None)
+    whole = report()
+    bench._write_page(tmp_path / "page.html", replace(whole, results=(*whole.results, small, kernel)), 4 << 30)
+    text = (tmp_path / "page.html").read_text()
+    for cell in ("512 KiB", "49.0", "98%", "45.0", "1.02x", "kernel *"):
+        assert f"<td>{cell}</td>" in text
+    assert text.index("<table>") < text.index("<svg") < text.index("Conditions")
+    assert text.count("<svg") == 3
+    assert ">5.0%</text>" in text, "the step that takes 1.05 times as long"
+    # Smallest first; a line without any value is not in the legend.
+    assert re.findall(r">(\d+ KiB)</text>", text) == ["4 KiB", "512 KiB"] * 3
+    assert re.findall(r"<p>(.*?)</p>", text) == ["● load, copy engine, ■ load, kernel", *["● load, copy engine"] * 2]
+    for condition in ("NVIDIA H200, driver 580.159.04", "CUDA 13.0, torch 2.11.0", "Linux 6.18", "4.295 GB", "16.2 ms"):
+        assert condition in text
+    assert "<script" not in text
+    assert "http" not in text

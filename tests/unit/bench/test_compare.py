@@ -206,6 +206,23 @@ def test_the_page_has_the_numbers_first_and_loads_nothing(result: CompareResult)
     assert "prefers-color-scheme: dark" in text
 
 
+def test_the_page_begins_with_the_outcome_in_a_sentence_gain_or_loss(result: CompareResult) -> None:
+    report = compare_report(result)
+    rows = {row.name: row.cells for row in report.rows}
+    assert report.headline == (
+        f"KVortex: {rows['kvortex'][1]} output tokens/s, {rows['kvortex'][2].rstrip('x')} times those of vLLM without "
+        f"offload. Time to the first token, median / 99th percentile, in ms: KVortex {rows['kvortex'][4]}; "
+        f"vLLM without offload {rows['none'][4]}."
+    )
+    text = page(report)
+    assert text.index("<h1>") < text.index(report.headline) < text.index("<table>")
+
+
+def test_a_comparison_without_kvortex_has_no_headline(tmp_path: Path) -> None:
+    plans = [plan(Engine.NONE, "good"), plan(Engine.KVORTEX, "dies_at_start")]
+    assert compare_report(document_of(compare(plans, tmp_path)[0])).headline == ""
+
+
 def test_the_rows_have_the_losing_ones_too(result: CompareResult) -> None:
     rows = {row.name: row for row in compare_report(result).rows}
     assert list(rows) == ["none", "offloading", "kvortex"]

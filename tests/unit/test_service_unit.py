@@ -1,0 +1,60 @@
+"""examples/kvortex.service: systemd reads it, and what it says fits what the server does."""
+
+from __future__ import annotations
+
+import configparser
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvortex.config.arguments import split_arguments
+from kvortex.config.machine import MachineFacts
+from kvortex.config.resolve import CommandLine, resolve
+from kvortex.errors import UsageError
+from kvortex.sizes import parse_duration
+
+UNIT = Path(__file__).parent.parent.parent / "examples" / "kvortex.service"
+
+
+@pytest.fixture(scope="module")
+def service() -> configparser.SectionProxy:
+    unit = configparser.ConfigParser(strict=True, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(UNIT.read_text())
+    return unit["Service"]
+
+
+def test_systemd_finds_no_fault_with_it(tmp_path):
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("no systemd-analyze on this machine: systemd itself was not asked")
+    copy = tmp_path / UNIT.name
+    # The program must be there.
+    copy.write_text(UNIT.read_text().replace("/opt/kvortex/bin/kvortex", sys.executable))
+    run = subprocess.run([analyze, "verify", "--man=no", copy], capture_output=True, text=True, timeout=60, check=False)
+    about_it = [line for line in (run.stdout + run.stderr).splitlines() if UNIT.name in line]
+    assert (run.returncode, about_it) == (0, []), run.stderr
+
+
+def test_its_command_is_one_that_kvortex_takes(service):
+    program, command, *arguments = shlex.split(service["ExecStart"])
+    assert (Path(program).name, command) == ("kvortex", "serve")
+    parsed = split_arguments(arguments)
+    assert (parsed.own, parsed.vllm) == (["--config", "/etc/kvortex/kvortex.yaml"], [])
+
+
+def test_it_waits_for_running_requests_as_long_as_the_server_does(service):
+    resolved = resolve(CommandLine("M"), {}, MachineFacts(usable_ram_bytes=64 * 10**9, gpu_count=1))
+    drain_s = resolved.vllm_value("shutdown_timeout", 0)
+    assert f"{drain_s} s" in UNIT.read_text()
+    assert parse_duration(f"{service['TimeoutStopSec']}s") > drain_s
+    assert service["KillMode"] == "mixed"
+
+
+def test_a_wrong_configuration_is_not_tried_again(service):
+    assert service["Restart"] == "on-failure"
+    assert int(service["RestartPreventExitStatus"]) == UsageError.exit_code
