@@ -127,7 +127,7 @@ class KVCacheSettings(BaseModel):
     offload_batch: Annotated[int, BeforeValidator(_size)] = 256 * 10**6
     idle_after: Annotated[float, BeforeValidator(parse_duration)] = 30.0
     ram_cache_size: Annotated[int, BeforeValidator(_size)]
-    prefetch_enabled: Annotated[bool, BeforeValidator(_switch)] = True
+    prefetch_enabled: Annotated[bool, BeforeValidator(_switch)] = False
     num_streams: Annotated[int, BeforeValidator(_whole_number(1, MAX_STREAMS))] = 4
     block_size: Annotated[int, BeforeValidator(_whole_number(1, math.inf, BLOCK_SIZE_STEP))] = 128
     eviction_policy: Annotated[str, BeforeValidator(_one_of(*EVICTION_POLICIES))] = "adaptive"

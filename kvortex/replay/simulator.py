@@ -90,7 +90,8 @@ def replay(
     tier: Tier
     vram: VramTier | TwoTiers = VramTier(vram_blocks)
     if eviction_policy == BELADY:
-        tier = BeladyTier(requests, ram_blocks)
+        # What both tiers hold together is the bound of policies that keep no block twice.
+        tier = BeladyTier(requests, ram_blocks + vram_blocks)
     elif vram_blocks:
         tier = vram = TwoTiers(
             eviction_policy, ram_blocks, vram_blocks, block_tokens=block_tokens, idle_after_s=idle_after_s

@@ -44,7 +44,7 @@ def test_the_defaults_are_the_documented_ones_in_base_units() -> None:
         "offload_batch": 256_000_000,
         "idle_after": 30.0,
         "ram_cache_size": 10**9,
-        "prefetch_enabled": True,
+        "prefetch_enabled": False,
         "num_streams": 4,
         "block_size": 128,
         "eviction_policy": "adaptive",

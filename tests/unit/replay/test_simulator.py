@@ -253,3 +253,11 @@ def test_lru_and_belady_agree_with_a_public_simulator() -> None:
     for policy, published in (("lru", 0.056), ("belady", 0.268)):
         result = replay(requests, policy, ram_bytes=128 << 30, vram_bytes=0, token_bytes=131072)
         assert result.hit_rate == pytest.approx(published, abs=0.005)
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_no_policy_finds_more_than_the_bound_with_vram_in_front(policy: str) -> None:
+    requests = mixed_trace(3, seconds=600)
+    sizes = {"ram_bytes": 400 * BLOCK_TOKENS, "vram_bytes": 300 * BLOCK_TOKENS, "token_bytes": 1}
+    bound, found = replay(requests, "belady", **sizes), replay(requests, policy, **sizes)
+    assert 0 < found.hit_rate <= bound.hit_rate
