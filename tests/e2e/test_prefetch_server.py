@@ -82,10 +82,17 @@ def hint_of_lost(server: Server, body: dict[str, Any]) -> Any:
 def test_a_hint_wakes_an_idle_engine_and_the_turn_is_a_hit_in_vram(server: Server) -> None:
     tokens = prompt(1, 200)
     first = ask(server, tokens, "typing")
-    found = hint_of_lost(server, {"session": "typing"})
-    assert found["known"] is True
-    until(lambda: get(server, "/kvortex/stats")["prefetch"]["issued_blocks"] > 0)
-    until(lambda: vram_blocks(server, "typing") > found["vram_blocks"])
+    for _ in range(10):
+        found = hint_of_lost(server, {"session": "typing"})
+        assert found["known"] is True
+        try:
+            until(lambda there=found["vram_blocks"]: vram_blocks(server, "typing") > there, within_s=3.0)
+            break
+        except AssertionError:
+            # Too much was brought for nothing so far: what requests load themselves makes room for more.
+            assert ask(server, tokens, "typing") == first
+    else:
+        raise AssertionError("no hint was followed")
     until(lambda: get(server, "/kvortex/stats")["load"]["in_flight"] == 0)
     before = get(server, "/kvortex/stats")
     assert ask(server, tokens, "typing") == first

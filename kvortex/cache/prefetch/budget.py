@@ -35,7 +35,7 @@ class Cause(Enum):
     GUESS = "guess"
 
 
-_PRIOR_RATE: Final = {Cause.QUEUED: 0.95, Cause.HINT: 0.6, Cause.GUESS: 0.5}
+_PRIOR_RATE: Final = {Cause.QUEUED: 0.95, Cause.HINT: 0.8, Cause.GUESS: 0.5}
 
 
 @dataclass(slots=True)
