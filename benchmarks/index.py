@@ -122,8 +122,11 @@ def measure(num_batches: int, policy: str, runs: int, seed: int) -> list[dict[st
     for _ in range(2 * num_batches):  # everything is replaced twice, to meet what happens seldom
         keys = new_keys()
         ask(index, keys)
-        with watch.timing("reserve, evicting all, and publish"):
-            reservation = store(index, keys)
+        with watch.timing("reserve, evicting all"):
+            reservation = index.reserve(keys)
+        assert isinstance(reservation, Reservation), reservation
+        with watch.timing("publish"):
+            index.publish(reservation.slots)
         assert len(reservation.evicted) == BATCH, len(reservation.evicted)
     with watch.timing("reset of the whole index"):
         index.reset()
