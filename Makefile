@@ -75,7 +75,7 @@ lint: $(VENV)/installed
 
 .PHONY: test
 test: lint $(DEMO_MODEL)/config.json
-	$(TEST_ENV) $(VENV)/bin/python -m pytest
+	@env $(TEST_ENV) tools/run_tests.sh $(VENV)/bin/python
 
 .PHONY: bench
 bench: $(VENV)/installed
