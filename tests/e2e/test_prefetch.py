@@ -80,9 +80,7 @@ def push_out(running: Engine, *sessions: str) -> None:
         assert in_vram(running, Scope(), name)[0] < 3
 
 
-@pytest.mark.xfail(
-    strict=False, reason="passes alone, not always behind other engines of one process: cause not found; prefetch is off"
-)
+@pytest.mark.xfail(strict=False, reason="passes alone, not always behind other engines of a process; cause not found")
 def test_a_returning_sessions_blocks_are_in_vram_before_its_request(
     tiny_llama: str, expected: list[tuple[Answer, Answer]]
 ) -> None:
