@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,16 @@ def in_vram(running: Engine, scope: Scope, name: str) -> tuple[int, int]:
     return sum(map(running.side._residency.holds, session.keys)), len(session.keys)
 
 
+def bring_back(running: Engine, name: str) -> None:
+    """Has the idle engine look now and then, as its server does, until the session is back."""
+    deadline = time.monotonic() + 10.0
+    running.settle()
+    while len(set(in_vram(running, Scope(), name))) > 1 and time.monotonic() < deadline:
+        prefetcher(running)._has_more = True
+        running.settle()
+        time.sleep(0.1)
+
+
 def push_out(running: Engine, *sessions: str) -> None:
     """Prompts that nobody will ask for again, until VRAM has lost these sessions; nothing is guessed meanwhile."""
     book = prefetcher(running).book
@@ -80,7 +91,6 @@ def push_out(running: Engine, *sessions: str) -> None:
         assert in_vram(running, Scope(), name)[0] < 3
 
 
-@pytest.mark.xfail(strict=False, reason="passes alone, not always behind other engines of a process; cause not found")
 def test_a_returning_sessions_blocks_are_in_vram_before_its_request(
     tiny_llama: str, expected: list[tuple[Answer, Answer]]
 ) -> None:
@@ -89,12 +99,10 @@ def test_a_returning_sessions_blocks_are_in_vram_before_its_request(
         first = running.ask(conversation(0), named("a"))
         push_out(running, "a")
         free = running.free_blocks
-        prefetcher(running)._has_more = True
-        running.settle()
+        bring_back(running, "a")
         before = running.stats()
-        held, total = in_vram(running, Scope(), "a")
-        assert (held, total) == (9, 9)
-        assert before["prefetch"]["issued_blocks"] >= 9
+        assert in_vram(running, Scope(), "a") == (9, 9)
+        assert before["prefetch"] == {"issued_blocks": 9, "used_blocks": 0, "wasted_blocks": 0, "late_blocks": 0}
         assert running.free_blocks == free, "a block is not given back"
 
         second = running.ask(next_turn(0, first), named("a"))
@@ -102,7 +110,7 @@ def test_a_returning_sessions_blocks_are_in_vram_before_its_request(
         assert (first, second) == expected[0]
         assert after["tokens"]["vram_hit"] - before["tokens"]["vram_hit"] == 9 * BLOCK_SIZE
         assert after["tokens"]["ram_hit"] == before["tokens"]["ram_hit"]
-        assert after["prefetch"]["used_blocks"] >= 9
+        assert after["prefetch"] == {"issued_blocks": 9, "used_blocks": 9, "wasted_blocks": 0, "late_blocks": 0}
         (line,) = [line for line in prefetcher(running).lines(10, None) if line["session"] == "a"]
         assert line["turns"] == 2
         assert (line["prefetch"]["used_blocks"], line["prefetch"]["late_blocks"]) == (9, 0)

@@ -231,8 +231,9 @@ class PrefetchPlanner:
 
     def _chunk_of(self, target: Target, p: float, room: int, now: float) -> Chunk | None:
         start = self.first_missing(target.keys)
-        while start < len(target.keys) and target.in_flight and self._loading(target.keys[start]):
-            start += 1  # its own earlier chunk brings it
+        # Its own earlier chunk brings these, or a later one, which ended before it, has brought them.
+        while start < len(target.keys) and target.in_flight and self._is_at_hand(target.keys[start]):
+            start += 1
         if start < len(target.keys) and self._loading(target.keys[start]):
             return None
         slots = self._index.match(target.keys[start : start + room])
@@ -252,6 +253,9 @@ class PrefetchPlanner:
         if count <= 0:
             return None
         return Chunk(target, start, tuple(target.keys[start : start + count]), tuple(slots[:count]))
+
+    def _is_at_hand(self, key: BlockKey) -> bool:
+        return self._loading(key) or self._vram.holds(key)
 
     def _drop(self, target: Target) -> None:
         """There is nothing, or nothing more, to bring back for it."""

@@ -162,6 +162,19 @@ def test_two_chunks_are_under_way_at_most_and_follow_each_other() -> None:
     assert stage.plan() is not None
 
 
+def test_a_chunk_that_ends_before_the_one_ahead_of_it_is_not_brought_again() -> None:
+    stage = generous(Stage())
+    stage.talk(1, 24)
+    one, two = stage.plan(), stage.plan()
+    assert one is not None
+    assert two is not None
+    assert (len(one.keys), two.start, len(two.keys)) == (16, 16, 8)
+    stage.end(two)
+    assert stage.plan() is None
+    stage.end(one)
+    assert stage.plan() is None
+
+
 def test_what_has_not_begun_is_dropped_when_the_request_comes() -> None:
     stage = generous(Stage())
     session = stage.talk(1, 100)
