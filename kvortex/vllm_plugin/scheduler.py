@@ -15,16 +15,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import kvortex
-from kvortex.cache.costs import PromptWork, StepCosts, prompt_work
+from kvortex.cache.costs import StepCosts
 from kvortex.cache.gate import Gate
 from kvortex.cache.holdings import BlockOrder, ram_holdings, vram_holdings
 from kvortex.cache.index import BlockIndex, KeyState
-from kvortex.cache.load_choice import LoadChoice, Way
+from kvortex.cache.load_choice import LoadChoice
 from kvortex.cache.losses import LossRecord
 from kvortex.cache.misses import Miss, MissExplainer
 from kvortex.cache.planner import OffloadPlanner
@@ -36,6 +34,7 @@ from kvortex.cache.stats import Ledger, Refusal
 from kvortex.keys import BlockKey
 from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin import compat
+from kvortex.vllm_plugin.admission import LATER, Admission, Answer
 from kvortex.vllm_plugin.jobs import JobBook, LoadJob, PrefetchJob, StoreJob
 from kvortex.vllm_plugin.pool_view import PoolView
 from kvortex.vllm_plugin.prefetcher import Prefetcher
@@ -91,6 +90,7 @@ class SchedulerSide:
         self._view: PoolView | None = None
         self._planner: OffloadPlanner | None = None
         self._prefetcher: Prefetcher | None = None
+        self._admission: Admission | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:
         """vLLM has built its block pool; called once, before any request."""
@@ -98,6 +98,18 @@ class SchedulerSide:
             self._view = PoolView(pool, _PoolEvents(self))
             self._planner = OffloadPlanner(
                 self._facts.watermarks, self._view.capacity_blocks, self._residency, self._index, self._clock
+            )
+            self._admission = Admission(
+                self._facts,
+                self._groups,
+                self.view,
+                self._matcher,
+                self._explainer,
+                self._residency,
+                self._jobs,
+                self._gate,
+                self._choice,
+                self._steps,
             )
             self._prefetcher = self._make_prefetcher(pool)
 
@@ -122,6 +134,11 @@ class SchedulerSide:
         assert self._planner is not None, "vLLM has not bound its block pool yet"
         return self._planner
 
+    @property
+    def admission(self) -> Admission:
+        assert self._admission is not None, "vLLM has not bound its block pool yet"
+        return self._admission
+
     # ---- a request arrives ---------------------------------------------------------------------------------------
 
     def queued(self, request: Request) -> None:
@@ -134,101 +151,20 @@ class SchedulerSide:
             keys = state.keys(request, self._groups[0], self.view.hash_block_size)
             self._prefetcher.request_waits(request, keys)
 
-    def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
-        """What RAM can restore of the request's prompt.
-
-        Returns:
-            Tokens beyond `local_tokens`; None: ask again, another request is loading them now, or this step loads
-            enough. And whether the request should wait for them before it runs, or its load goes with its step.
-        """
+    def match(self, request: Request, local_tokens: int) -> Answer:
+        """What RAM can restore of the request's prompt beyond `local_tokens`; see `Answer`."""
         with self._lock:
             self.view.refresh()
             state = self._requests.setdefault(request.request_id, RequestState())
-            state.hit = PrefixHit(local_tokens, 0, {})
-            state.with_step, state.declined = False, 0
             if self._prefetcher is not None:
-                self._prefetcher.request_asks(request, self._next_key(request, state, local_tokens))
-            if state.load_failed or request.skip_reading_prefix_cache:
-                return 0, False
-            if self._jobs.loading(self._next_key(request, state, local_tokens)):
-                return self._later(request)
-            if self._must_wait(request, state, local_tokens):
-                return self._later(request)
-            hit = self._matcher.match(
-                lambda group: state.keys(request, group, self.view.hash_block_size),
-                request.num_tokens,
-                local_tokens,
-            )
-            way = self._way(request, hit) if hit.ram_tokens else Way.COMPUTE
-            if way is Way.NEXT_STEP:
-                return self._later(request)
-            declined_tokens = 0
-            if way is Way.COMPUTE:
-                state.declined, declined_tokens = _num_blocks(hit), hit.ram_tokens
-                hit = PrefixHit(local_tokens, 0, {})
-            state.hit, state.with_step = hit, way is Way.WITH_STEP
-            self._explain(request, state, hit, declined_tokens)
-            return hit.ram_tokens, way is Way.BEFORE_STEP
+                self._prefetcher.request_asks(request, self.admission.next_key(request, state, local_tokens))
+            answer = self.admission.answer(request, state, local_tokens, len(self._requests))
+            return self._later(request) if answer is LATER else answer
 
-    def _later(self, request: Request) -> tuple[None, bool]:
+    def _later(self, request: Request) -> Answer:
         if self._prefetcher is not None:
             self._prefetcher.request_waits_for_load(request)
-        return None, False
-
-    def _way(self, request: Request, hit: PrefixHit) -> Way:
-        load_bytes, work = self._load_and_work(request, hit)
-        computed = prompt_work(hit.local_tokens, hit.local_tokens + hit.ram_tokens)
-        may_go_with_step = self._facts.loads_go_with_steps and self._groups[0].window is None
-        return self._choice.way(
-            load_bytes,
-            computed,
-            work,
-            self._steps.num_running,
-            len(self._requests),
-            may_go_with_step=may_go_with_step,
-        )
-
-    def _load_and_work(self, request: Request, hit: PrefixHit) -> tuple[int, PromptWork]:
-        """What a rank loads for the request, in bytes, and what is computed of it then."""
-        num_blocks = _num_blocks(hit)
-        work = prompt_work(hit.local_tokens + hit.ram_tokens, request.num_tokens)
-        return num_blocks * self._facts.rank_block_bytes, work
-
-    def _must_wait(self, request: Request, state: RequestState, local_tokens: int) -> bool:
-        """Whether what VRAM would take for the request is worth waiting for; see `Gate`."""
-        sizes = [group.block_size for group in self._groups]
-        wanted = sum(-(-request.num_tokens // size) - local_tokens // size for size in sizes)
-        at_stake = partial(self._at_stake, request, state, local_tokens, wanted)
-        return self._gate.must_wait(request.request_id, wanted, at_stake)
-
-    def _at_stake(self, request: Request, state: RequestState, local_tokens: int, wanted: int) -> bool:
-        """Whether one of the next `wanted` blocks that VRAM takes is due for a copy or being copied."""
-        hit: set[BlockKey] = set()  # the request takes these out of VRAM's order before VRAM takes any
-        for group in self._groups:
-            hit.update(state.keys(request, group, self.view.hash_block_size)[: local_tokens // group.block_size])
-        residency, jobs = self._residency, self._jobs
-        others = (block_id for block_id in self.view.next_taken() if residency.key_of(block_id) not in hit)
-        return any(residency.is_due(block_id) or jobs.copies_from(block_id) for block_id in islice(others, wanted))
-
-    def _explain(self, request: Request, state: RequestState, hit: PrefixHit, declined_tokens: int) -> None:
-        """Once for each answer: vLLM may ask again at every step while it has no room for the request."""
-        computed = request.num_tokens - hit.local_tokens - hit.ram_tokens
-        if state.counted or state.explanation.missed.total() == computed:
-            return
-        state.explanation = self._explainer.explain(
-            lambda group: state.keys(request, group, self.view.hash_block_size),
-            request.num_tokens,
-            hit.local_tokens + hit.ram_tokens,
-            salted=request.cache_salt is not None,
-            not_worth_tokens=declined_tokens,
-        )
-
-    def _next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
-        """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
-        group = self._groups[0]
-        keys = state.keys(request, group, self.view.hash_block_size)
-        position = local_tokens // group.block_size
-        return keys[position] if position < len(keys) else None
+        return LATER
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, ram_tokens: int) -> None:
         """vLLM took GPU blocks for the request; `ram_tokens` of the last answer are to be loaded into them."""
@@ -305,7 +241,7 @@ class SchedulerSide:
             assert not state.with_step, "the blocks of a single group are always complete"
             self._ledger.refused[Refusal.LAYOUT] += len(gpu_blocks)
             slots, keys = [], []
-        load_bytes, work = self._load_and_work(request, hit)
+        load_bytes, work = self.admission.load_and_work(request, hit)
         if state.with_step:
             self._choice.goes_with_step(load_bytes, work)
         else:
@@ -612,10 +548,6 @@ class SchedulerSide:
             load["with_step_blocks"],
             counted["evicted"]["vram_uncopied_blocks"],
         )
-
-
-def _num_blocks(hit: PrefixHit) -> int:
-    return sum(len(slots) for slots in hit.slots.values())
 
 
 class _PoolEvents:
