@@ -248,6 +248,12 @@ class SchedulerSide:
             self._choice.goes_before_step(load_bytes)
         self._index.touch(slots)
         self._index.pin(slots)
+        computed = request.num_tokens - end
+        is_counted = not first_time
+        if first_time and state.with_step:
+            # Such a load does not fail, and its request may have ended before its end is told.
+            self._count_load(state, hit.local_tokens, ram_tokens, computed)
+            is_counted = True
         job = self._jobs.start_load(
             request.request_id,
             gpu_blocks,
@@ -255,7 +261,7 @@ class SchedulerSide:
             keys,
             local_tokens=hit.local_tokens,
             ram_tokens=ram_tokens,
-            computed_tokens=(request.num_tokens - end) if first_time else None,
+            computed_tokens=None if is_counted else computed,
             refused=not complete,
             with_step=state.with_step,
         )
@@ -398,15 +404,22 @@ class SchedulerSide:
             if self._prefetcher is not None:
                 self._prefetcher.budget.requests_loaded(len(job.slots))
         if state is None:
-            self._ledger.refused[Refusal.ABORTED] += len(job.gpu_blocks)
+            self._ledger.refused[Refusal.ABORTED] += 0 if job.with_step else len(job.gpu_blocks)
         elif job.computed_tokens is not None:
-            ram_hit = 0 if job.failed else job.ram_tokens
-            self._ledger.count_tokens(
-                vram_hit=job.local_tokens,
-                ram_hit=ram_hit,
-                missed=state.explanation.settled(job.computed_tokens, load_failed=job.ram_tokens - ram_hit),
-                seen_tokens=state.explanation.seen_tokens,
+            failed_tokens = job.ram_tokens if job.failed else 0
+            self._count_load(
+                state, job.local_tokens, job.ram_tokens - failed_tokens, job.computed_tokens, failed_tokens
             )
+
+    def _count_load(
+        self, state: RequestState, vram_hit: int, ram_hit: int, computed: int, failed_tokens: int = 0
+    ) -> None:
+        self._ledger.count_tokens(
+            vram_hit=vram_hit,
+            ram_hit=ram_hit,
+            missed=state.explanation.settled(computed, load_failed=failed_tokens),
+            seen_tokens=state.explanation.seen_tokens,
+        )
 
     def _prefetch_ended(self, job: PrefetchJob) -> None:
         assert self._prefetcher is not None, "an answer to a prefetch that nobody ordered"

@@ -7,7 +7,7 @@ import pytest
 from kvortex.messages import Direction
 from kvortex.transfer.base import KVLayout
 from kvortex.transfer.cpu import CpuCopyEngine, HostMover
-from tests.e2e.engine import BLOCK_BYTES, BLOCK_SIZE, WRITE_THROUGH, engine, prompt
+from tests.e2e.engine import BLOCK_BYTES, BLOCK_SIZE, WRITE_THROUGH, engine, greedy, prompt
 from tests.e2e.tiny_models import save_model
 from tests.fakes.copy_engines import ZeroLoadEngine
 
@@ -142,3 +142,16 @@ def test_several_kv_groups_answer_as_without_kvortex(tmp_path):
         for _ in range(3):
             assert [vllm.ask(tokens) for tokens in prompts] == right
         assert vllm.stats()["tokens"]["ram_hit"] > 0
+
+
+def test_a_request_that_ends_in_the_step_that_loads_is_counted_like_others(tiny_llama):
+    with engine(tiny_llama, WRITE_THROUGH) as vllm:
+        vllm.ask(CONVERSATIONS[0])
+        vllm.evict_vram()
+        before = vllm.stats()
+        vllm.ask(CONVERSATIONS[0], greedy(1))
+        after = vllm.stats()
+        assert after["load"]["with_step_blocks"] - before["load"]["with_step_blocks"] == 18
+        assert after["tokens"]["queried"] - before["tokens"]["queried"] == 600
+        assert after["tokens"]["ram_hit"] - before["tokens"]["ram_hit"] == 18 * BLOCK_SIZE
+        assert after["refused"]["aborted"] == 0
