@@ -2,9 +2,9 @@
 
 vLLM's own scheduler and block pool, KVortex's own scheduler side, and a worker that only keeps time.
 
-    python benchmarks/wave.py --vram-gb 24 --ram-gb 30
-    python benchmarks/wave.py --vram-gb 24 --ram-gb 30 --kv-cache '{"eviction_policy": "lru"}' --json wave.json
-    python benchmarks/wave.py --vram-gb 24 --ram-gb 0          # no offload
+    python benchmarks/virtual_turns.py --vram-gb 24 --ram-gb 30
+    python benchmarks/virtual_turns.py --vram-gb 24 --ram-gb 30 --kv-cache '{"eviction_policy": "lru"}'
+    python benchmarks/virtual_turns.py --vram-gb 24 --ram-gb 0          # no offload
 
 A step takes `--step-ms`, and `--token-us` for each prompt token in it; a link each way moves one order after the other.
 The defaults are an H200's with the Llama-3.1-8B shape. Hit shares are vLLM's and KVortex's doing; times, an estimate.
@@ -67,13 +67,23 @@ class Worker:
         self._free_at = {Direction.STORE: 0.0, Direction.LOAD: 0.0}
         self._orders: deque[tuple[float, JobResult, str | None]] = deque()
 
-    def take(self, plan: StepPlan, now_s: float) -> None:
-        for order in [*plan.loads, *plan.stores]:
+    def take(self, plan: StepPlan, now_s: float) -> float:
+        """When the loads that go with the step have ended; the step's kernels wait for them."""
+        last_s = now_s
+        of_step = {order.job_id for order in plan.step_loads}
+        for order in [*plan.loads, *plan.step_loads, *plan.prefetches, *plan.stores]:
             seconds = len(order.slots) * self._block_s
             end_s = max(now_s, self._free_at[order.direction]) + seconds
             self._free_at[order.direction] = end_s
             result = JobResult(order.job_id, order.direction, Outcome.DONE, seconds, 0)
-            self._orders.append((end_s, result, plan.requests.get(order.job_id)))
+            goes_with_step = order.job_id in of_step
+            self._orders.append((end_s, result, None if goes_with_step else plan.requests.get(order.job_id)))
+            if goes_with_step:
+                last_s = max(last_s, end_s)
+        return last_s
+
+    def timed(self, number: int, seconds: float) -> None:
+        """A step that the scheduler asked to be timed; 0 is one that it did not."""
 
     def answers(self, now_s: float) -> KVConnectorOutput:
         self._ends_seen.append(now_s)
@@ -89,6 +99,8 @@ class Worker:
 
 class Play:
     """One engine's scheduler under the load of `multi_turn.py`, on a clock that only steps move."""
+
+    make_worker = Worker
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -115,7 +127,7 @@ class Play:
         ):
             self.scheduler = Scheduler(config, kv_cache, StructuredOutputManager(config), block_size=options.block_size)
         block_bytes = options.block_size * 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
-        self._worker = Worker(block_bytes, options.link_gb_s * 1e9, options.lag_steps)
+        self._worker = self.make_worker(block_bytes, options.link_gb_s * 1e9, options.lag_steps)
 
     def _engine_args(self, folder: str) -> EngineArgs:
         options = self._options
@@ -191,10 +203,15 @@ class Play:
         scheduler, options = self.scheduler, self._options
         order = scheduler.schedule()
         counts = order.num_scheduled_tokens
-        if order.kv_connector_metadata is not None:
-            self._worker.take(order.kv_connector_metadata.plan, self.now_s)
         prefilled = sum(n for n in counts.values() if n > 1)
-        self.now_s += (options.step_ms * 1e-3 if counts else 1e-3) + prefilled * options.token_us * 1e-6
+        seconds = (options.step_ms * 1e-3 if counts else 1e-3) + prefilled * options.token_us * 1e-6
+        ends_s = self.now_s + seconds
+        if order.kv_connector_metadata is not None:
+            plan = order.kv_connector_metadata.plan
+            # All layers but the last compute while the next one's bytes come.
+            ends_s = max(ends_s, self._worker.take(plan, self.now_s) + seconds / LAYERS)
+            self._worker.timed(plan.timed_as, seconds)
+        self.now_s = ends_s
         sampled = []
         for name in counts:
             request = scheduler.requests[name]
@@ -222,14 +239,11 @@ class Play:
         }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser, *, ram_gb: float) -> None:
     parser.add_argument("--vram-gb", type=float, default=24.0)
-    parser.add_argument("--ram-gb", type=float, default=30.0, help="0: no offload")
+    parser.add_argument("--ram-gb", type=float, default=ram_gb, help="0: no offload")
     parser.add_argument("--kv-cache", type=json.loads, default={}, metavar="JSON", help="further kv_cache keys")
     parser.add_argument("--block-size", type=int, default=128)
-    parser.add_argument("--conversations", type=int, default=40)
-    parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--first", type=int, default=8192, help="tokens of the first prompt")
     parser.add_argument("--added", type=int, default=512, help="tokens added a turn")
@@ -239,6 +253,13 @@ def main() -> None:
     parser.add_argument("--link-gb-s", type=float, default=47.0)
     parser.add_argument("--lag-steps", type=int, default=1, help="steps an answer is late; 1 with async scheduling")
     parser.add_argument("--json", type=Path, metavar="FILE")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, ram_gb=30.0)
+    parser.add_argument("--conversations", type=int, default=40)
+    parser.add_argument("--concurrency", type=int, default=16)
     options = parser.parse_args()
     logging.getLogger("vllm").setLevel(logging.WARNING)
     rows = Play(options).run()
@@ -254,7 +275,13 @@ def main() -> None:
     print(json.dumps(total))
     if options.json:
         shown = {name: value for name, value in vars(options).items() if name != "json"}
-        document = {"benchmark": "wave", "vllm": vllm.__version__, "options": shown, "turns": rows, "late": total}
+        document = {
+            "benchmark": "virtual_turns",
+            "vllm": vllm.__version__,
+            "options": shown,
+            "turns": rows,
+            "late": total,
+        }
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -1,0 +1,155 @@
+"""What prefetch does for sessions with think times, without a GPU: shares that are exact, times that are estimates.
+
+As in `virtual_turns.py`: vLLM's own scheduler and block pool, KVortex's own scheduler side, and a worker that only
+keeps time; but an open load, as `kvortex bench serve --think` plays it.
+
+    python benchmarks/virtual_sessions.py --think agents --rate 1.2
+    python benchmarks/virtual_sessions.py --think agents --rate 1.2 --prefetch --json sessions.json
+    python benchmarks/virtual_sessions.py --think agents --rate 1.2 --vram-gb 120 --ram-gb 0    # the bound
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import logging
+import random
+from typing import Any
+
+import vllm
+from virtual_turns import Play, Worker, add_options
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvortex.bench.figures import percentile
+from kvortex.bench.think import Think, arrivals_s, think_s
+from kvortex.messages import LinkFacts, StepReport
+from kvortex.vllm_plugin import connector as plugin
+
+IDLE_STEP_S = 0.02
+
+
+class TimingWorker(Worker):
+    """Also tells how long steps take and how quick the link is, as a real one does."""
+
+    def __init__(self, block_bytes: int, bytes_a_second: float, lag_steps: int) -> None:
+        super().__init__(block_bytes, bytes_a_second, lag_steps)
+        self._link: LinkFacts | None = LinkFacts(bytes_a_second, by_layer=True)
+        self._steps: dict[int, float] = {}
+
+    def timed(self, number: int, seconds: float) -> None:
+        if number:
+            self._steps[number] = seconds
+
+    def answers(self, now_s: float) -> KVConnectorOutput:
+        output = super().answers(now_s)
+        meta = output.kv_connector_worker_meta
+        report = StepReport() if meta is None else meta.report
+        if self._link is not None:
+            report.links[0], self._link = self._link, None
+        report.step_seconds.update(self._steps)
+        self._steps.clear()
+        output.kv_connector_worker_meta = plugin.KVortexWorkerMetadata(report)
+        return output
+
+
+class SessionPlay(Play):
+    """Sessions that begin at random, on a clock that only steps move."""
+
+    make_worker = TimingWorker
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__(options)
+        dice = random.Random(options.seed)
+        begins = arrivals_s(options.sessions, options.rate, options.seed)
+        self._due = [(at_s, number) for number, at_s in enumerate(begins)]
+        self._talks = [[dice.randrange(10, 128000) for _ in range(options.first)] for _ in begins]
+        self._turns = [0] * options.sessions
+        self._live: dict[int, tuple[Request, float]] = {}
+        self._first_s: dict[tuple[int, int], float] = {}
+        self._gaps_s: list[float] = []
+        self._dice = dice
+
+    def run(self) -> list[dict[str, Any]]:
+        """One row for the load."""
+        heapq.heapify(self._due)
+        while self._due or self._live:
+            self._begin_turns()
+            if not self._live and not self.scheduler.has_requests():
+                self.now_s = min(self._due[0][0], self.now_s + IDLE_STEP_S)
+            before_s = self.now_s
+            self._step()
+            self._see_answers(before_s)
+        return [self._row()]
+
+    def _begin_turns(self) -> None:
+        while self._due and self._due[0][0] <= self.now_s:
+            at_s, number = heapq.heappop(self._due)
+            self._turns[number] += 1
+            if self._turns[number] > 1:
+                self._talks[number] += [self._dice.randrange(10, 128000) for _ in range(self._options.added)]
+            request = self._request(f"{number}-{self._turns[number]}", self._talks[number])
+            request.kv_transfer_params = {"session_id": f"s{number}"}
+            self._live[number] = request, at_s
+            self.scheduler.add_request(request)
+
+    def _see_answers(self, before_s: float) -> None:
+        options = self._options
+        for number, (request, asked_s) in list(self._live.items()):
+            turn = self._turns[number]
+            if request.num_output_tokens > 1:
+                self._gaps_s.append(self.now_s - before_s)
+            elif request.num_output_tokens:
+                self._first_s.setdefault((number, turn), self.now_s - asked_s)
+            if request.is_finished():
+                self._talks[number] += request.output_token_ids
+                del self._live[number]
+                if turn < options.turns:
+                    back_s = self.now_s + think_s(options.think, options.seed, number, turn)
+                    heapq.heappush(self._due, (back_s, number))
+
+    def _row(self) -> dict[str, Any]:
+        later = [seconds for (_, turn), seconds in self._first_s.items() if turn > 1]
+        row: dict[str, Any] = {
+            "seconds": round(self.now_s, 1),
+            "ttft_p50_ms": in_ms(percentile(later, 0.5)),
+            "ttft_p99_ms": in_ms(percentile(later, 0.99)),
+            "between_tokens_p50_ms": in_ms(percentile(self._gaps_s, 0.5)),
+            "between_tokens_p99_ms": in_ms(percentile(self._gaps_s, 0.99)),
+        }
+        if self._options.ram_gb:
+            snapshot = self.scheduler.connector._scheduler_side.snapshot()
+            prefetch, loaded = snapshot["prefetch"], snapshot["load"]["blocks"]
+            row |= self._totals()
+            row |= {name.removesuffix("_blocks"): count for name, count in prefetch.items()}
+            row["prefetched_share"] = round(prefetch["used_blocks"] / max(1, loaded), 3)
+            row["wasted_share"] = round(prefetch["wasted_blocks"] / max(1, loaded), 3)
+        return row
+
+
+def in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser, ram_gb=100.0)
+    parser.add_argument("--think", type=Think, choices=list(Think), default=Think.AGENTS)
+    parser.add_argument("--rate", type=float, default=1.2, help="sessions that begin a second")
+    parser.add_argument("--sessions", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prefetch", action="store_true")
+    options = parser.parse_args()
+    options.kv_cache = {"prefetch_enabled": options.prefetch, **options.kv_cache}
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    (row,) = SessionPlay(options).run()
+    print(json.dumps(row))
+    if options.json:
+        shown = {name: value for name, value in vars(options).items() if name != "json"}
+        document = {"benchmark": "virtual_sessions", "vllm": vllm.__version__, "options": shown, "result": row}
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
