@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvortex.cache.sessions.rhythm import EDGES_S, NUM_BINS, NUM_PACES, Rhythms
+from kvortex.cache.sessions.rhythm import EDGES_S, HABITS, NUM_BINS, Habit, Rhythms
 from kvortex.cache.sessions.session import Scope, Session
 from kvortex.keys import BlockKey
 
@@ -28,7 +28,7 @@ _MAX_LOOKUPS: Final = 1024
 _MAX_FORGOTTEN: Final = 64
 """Sessions looked at to be forgotten when a request ends; it adds one at most."""
 
-_Group = tuple[int, int]
+_Group = tuple[Habit, int]
 
 
 class SessionBook:
@@ -46,10 +46,10 @@ class SessionBook:
         self._sessions: OrderedDict[int, Session] = OrderedDict()  # the longest unheard of first
         self._named: dict[tuple[Scope, str], Session] = {}
         self._ending: dict[BlockKey, Session] = {}
-        # By pace and bin, the longest silent first: all silent sessions, and those of them that VRAM has lost.
+        # By habit and bin, the longest silent first: all silent sessions, and those of them that VRAM has lost.
         self._silent: dict[_Group, OrderedDict[int, Session]] = {}
         self._lost: dict[_Group, OrderedDict[int, Session]] = {}
-        for group in itertools.product(range(NUM_PACES), range(NUM_BINS + 1)):
+        for group in itertools.product(HABITS, range(NUM_BINS + 1)):
             self._silent[group], self._lost[group] = OrderedDict(), OrderedDict()
         self._num_lost = 0
         self.forgotten = 0
@@ -86,7 +86,7 @@ class SessionBook:
         if session is None:
             session = self._begin(scope, name)
         if session.is_silent:
-            self.rhythms.returned(session.pace, now - session.silent_since)
+            self.rhythms.returned(session.habit, now - session.silent_since)
             self._unlist(session)
             session.spoke_after(now - session.silent_since)
         session.requests += 1
@@ -123,7 +123,7 @@ class SessionBook:
         session.turns += 1
         session.silent_since = now
         session.bin = 0
-        self._silent[session.pace, 0][session.number] = session
+        self._silent[session.habit, 0][session.number] = session
         self._sessions.move_to_end(session.number)
         self._forget_oldest()
 
@@ -144,23 +144,23 @@ class SessionBook:
 
     def advance(self, now: float) -> None:
         """Moves silent sessions whose age has passed their bin."""
-        for (pace, bin_), silent in self._silent.items():
+        for (habit, bin_), silent in self._silent.items():
             if bin_ == NUM_BINS:
                 continue
             while silent:
                 session = next(iter(silent.values()))
                 if now - session.silent_since < EDGES_S[bin_]:
                     break
-                self.rhythms.stayed_silent(pace, bin_)
-                was_lost = session.number in self._lost[pace, bin_]
+                self.rhythms.stayed_silent(habit, bin_)
+                was_lost = session.number in self._lost[habit, bin_]
                 self._unlist(session)
                 session.bin += 1
-                self._silent[pace, session.bin][session.number] = session
+                self._silent[habit, session.bin][session.number] = session
                 if was_lost:
                     self._list_lost(session)
 
     def _unlist(self, session: Session) -> None:
-        self._silent[session.pace, session.bin].pop(session.number, None)
+        self._silent[session.habit, session.bin].pop(session.number, None)
         self.settled(session)
 
     # ---- what VRAM has of them
@@ -172,13 +172,13 @@ class SessionBook:
             self._list_lost(session)
 
     def _list_lost(self, session: Session) -> None:
-        lost = self._lost[session.pace, session.bin]
+        lost = self._lost[session.habit, session.bin]
         self._num_lost += session.number not in lost
         lost[session.number] = session
 
     def settled(self, session: Session) -> None:
         """There is nothing to bring back of it before its next turn, or its next loss."""
-        self._num_lost -= self._lost[session.pace, session.bin].pop(session.number, None) is not None
+        self._num_lost -= self._lost[session.habit, session.bin].pop(session.number, None) is not None
 
     @property
     def num_lost(self) -> int:
@@ -207,11 +207,11 @@ class SessionBook:
         """The probability that a silent session goes on within the next `horizon_s` seconds; 1 for one that has."""
         if not session.is_silent:
             return 1.0
-        return self.rhythms.p_return_within(session.pace, now - session.silent_since, horizon_s)
+        return self.rhythms.p_return_within(session.habit, now - session.silent_since, horizon_s)
 
     def expected_in_s(self, session: Session, now: float) -> float:
         """When a silent session is expected, from now; infinity for not any more."""
-        return self.rhythms.expected_in_s(session.pace, now - session.silent_since)
+        return self.rhythms.expected_in_s(session.habit, now - session.silent_since)
 
     # ---- forgetting
 

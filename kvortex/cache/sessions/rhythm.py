@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 FIRST_EDGE_S: Final = 0.25
 NUM_BINS: Final = 15
@@ -20,6 +20,9 @@ EDGES_S: Final[tuple[float, ...]] = tuple(FIRST_EDGE_S * (1 << i) for i in range
 
 NUM_PACES: Final = 6
 """Pace 0: no gap is known yet. The others by the geometric mean of the recent gaps: under 1, 4, 16, 64 s, and over."""
+
+NUM_TURNS: Final = 6
+"""Conversations are told apart by how many turns they have had, too, up to so many: many end after a few."""
 
 RECENT_GAPS: Final = 4
 
@@ -35,6 +38,21 @@ def pace_of(gaps_s: Sequence[float]) -> int:
         return 0
     mean_log = sum(math.log(max(gap, 1e-3)) for gap in gaps_s) / len(gaps_s)
     return min(NUM_PACES - 1, max(1, 2 + math.floor(mean_log / math.log(4))))
+
+
+class Habit(NamedTuple):
+    """What is known of a silent conversation: its pace, and how many turns it has had, at most NUM_TURNS."""
+
+    pace: int
+    turns: int
+
+
+def habit_of(pace: int, turns: int) -> Habit:
+    """Of a conversation that has had so many turns, one at least."""
+    return Habit(pace, max(1, min(turns, NUM_TURNS)))
+
+
+HABITS: Final = tuple(Habit(pace, turns) for pace in range(NUM_PACES) for turns in range(1, NUM_TURNS + 1))
 
 
 def bin_of(silent_s: float) -> int:
@@ -86,25 +104,28 @@ class Rhythms:
     def __init__(self) -> None:
         self._all = _LifeTable()
         self._of_pace = [_LifeTable() for _ in range(NUM_PACES)]
+        self._of_habit = {habit: _LifeTable() for habit in HABITS}
 
-    def stayed_silent(self, pace: int, bin_: int) -> None:
+    def stayed_silent(self, habit: Habit, bin_: int) -> None:
         """A conversation was silent through the whole bin."""
-        self._count(pace, bin_, returned=False)
+        self._count(habit, bin_, returned=False)
 
-    def returned(self, pace: int, silent_s: float) -> None:
+    def returned(self, habit: Habit, silent_s: float) -> None:
         """A conversation went on after so long; the bins before were told by `stayed_silent`."""
         if (bin_ := bin_of(silent_s)) < NUM_BINS:
-            self._count(pace, bin_, returned=True)
+            self._count(habit, bin_, returned=True)
 
-    def _count(self, pace: int, bin_: int, *, returned: bool) -> None:
+    def _count(self, habit: Habit, bin_: int, *, returned: bool) -> None:
         self._all.count(bin_, returned=returned)
-        self._of_pace[pace].count(bin_, returned=returned)
+        self._of_pace[habit.pace].count(bin_, returned=returned)
+        self._of_habit[habit].count(bin_, returned=returned)
 
-    def _share(self, pace: int, bin_: int) -> float:
+    def _share(self, habit: Habit, bin_: int) -> float:
         pooled = self._all.share(bin_, PRIOR[bin_], _PRIOR_WEIGHT)
-        return self._of_pace[pace].share(bin_, pooled, _POOLED_WEIGHT)
+        of_pace = self._of_pace[habit.pace].share(bin_, pooled, _POOLED_WEIGHT)
+        return self._of_habit[habit].share(bin_, of_pace, _POOLED_WEIGHT)
 
-    def p_return_within(self, pace: int, silent_s: float, horizon_s: float) -> float:
+    def p_return_within(self, habit: Habit, silent_s: float, horizon_s: float) -> float:
         """The probability that a conversation silent for `silent_s` goes on within the next `horizon_s` seconds."""
         end_s = silent_s + horizon_s
         log_silent = 0.0
@@ -113,16 +134,16 @@ class Rhythms:
             if begin >= end_s:
                 break
             covered = min(end_s, EDGES_S[bin_]) - max(silent_s, begin)
-            share = min(self._share(pace, bin_), 1 - 1e-9)
+            share = min(self._share(habit, bin_), 1 - 1e-9)
             log_silent += covered / (EDGES_S[bin_] - begin) * math.log1p(-share)
         return -math.expm1(log_silent)
 
-    def expected_in_s(self, pace: int, silent_s: float) -> float:
+    def expected_in_s(self, habit: Habit, silent_s: float) -> float:
         """When to expect it, from now: half of those that come back at all are back by then, to the bin's end.
         Infinity for who is not expected any more."""
-        ever = self.p_return_within(pace, silent_s, math.inf)
+        ever = self.p_return_within(habit, silent_s, math.inf)
         for bin_ in range(bin_of(silent_s), NUM_BINS):
             horizon_s = EDGES_S[bin_] - silent_s
-            if 2 * self.p_return_within(pace, silent_s, horizon_s) >= ever > 0:
+            if 2 * self.p_return_within(habit, silent_s, horizon_s) >= ever > 0:
                 return horizon_s
         return math.inf

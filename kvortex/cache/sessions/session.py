@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvortex.cache.sessions.rhythm import RECENT_GAPS, pace_of
+from kvortex.cache.sessions.rhythm import RECENT_GAPS, Habit, habit_of, pace_of
 from kvortex.keys import BlockKey
 
 _MAX_NAME: Final = 128
@@ -72,6 +72,11 @@ class Session:
     wasted: int = 0
     late: int = 0
     ends: tuple[BlockKey, ...] = ()
+
+    @property
+    def habit(self) -> Habit:
+        """Of one that is silent."""
+        return habit_of(self.pace, self.turns)
 
     @property
     def is_silent(self) -> bool:
