@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvortex.cache.prefetch.budget import WASTE_SHARE, Cause
-from kvortex.cache.sessions.rhythm import NUM_PACES, Rhythms, bin_of
+from kvortex.cache.sessions.rhythm import HABITS, Habit, Rhythms, bin_of
 from kvortex.cache.sessions.session import Scope, scope_of
 from kvortex.vllm_plugin.prefetcher import Prefetcher
 from tests.e2e.engine import BLOCK_SIZE, WRITE_THROUGH, Answer, Engine, engine, greedy, prompt
@@ -51,9 +51,9 @@ def prefetcher(running: Engine) -> Prefetcher:
 def expect_returns(running: Engine, within_s: float = 8.0) -> None:
     """Teaches that every session comes back after so long, and that guesses were good so far."""
     rhythms = prefetcher(running).book.rhythms
-    for pace in range(NUM_PACES):
+    for habit in HABITS:
         for _ in range(200):
-            rhythms.returned(pace, within_s)
+            rhythms.returned(habit, within_s)
     prefetcher(running).budget.requests_loaded(100_000)
     prefetcher(running).budget._rates[Cause.GUESS].saw(400, used=True)
 
@@ -232,8 +232,8 @@ def test_callers_with_other_salts_share_nothing(tiny_llama: str) -> None:
 class Inverted(Rhythms):
     """Says of the unlikely that it is sure, and of the likely that it is not."""
 
-    def p_return_within(self, pace: int, silent_s: float, horizon_s: float) -> float:
-        return 1 - super().p_return_within(pace, silent_s, horizon_s)
+    def p_return_within(self, habit: Habit, silent_s: float, horizon_s: float) -> float:
+        return 1 - super().p_return_within(habit, silent_s, horizon_s)
 
 
 def test_wrong_predictions_waste_within_the_bound_and_answers_stay_right(

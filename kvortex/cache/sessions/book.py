@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvortex.cache.sessions.rhythm import EDGES_S, HABITS, NUM_BINS, Habit, Rhythms
+from kvortex.cache.sessions.rhythm import EDGES_S, NUM_BINS, Habit, Rhythms
 from kvortex.cache.sessions.session import Scope, Session
 from kvortex.keys import BlockKey
 
@@ -29,6 +29,27 @@ _MAX_FORGOTTEN: Final = 64
 """Sessions looked at to be forgotten when a request ends; it adds one at most."""
 
 _Group = tuple[Habit, int]
+
+
+class _Groups(dict[_Group, OrderedDict[int, Session]]):
+    """Sessions by group; only groups that have some."""
+
+    def put(self, session: Session) -> None:
+        group = session.habit, session.bin
+        if group not in self:
+            self[group] = OrderedDict()
+        self[group][session.number] = session
+
+    def has(self, session: Session) -> bool:
+        return session.number in self.get((session.habit, session.bin), ())
+
+    def drop(self, session: Session) -> None:
+        """Nothing, where it is not."""
+        group = session.habit, session.bin
+        if self.has(session):
+            del self[group][session.number]
+            if not self[group]:
+                del self[group]
 
 
 class SessionBook:
@@ -47,10 +68,7 @@ class SessionBook:
         self._named: dict[tuple[Scope, str], Session] = {}
         self._ending: dict[BlockKey, Session] = {}
         # By habit and bin, the longest silent first: all silent sessions, and those of them that VRAM has lost.
-        self._silent: dict[_Group, OrderedDict[int, Session]] = {}
-        self._lost: dict[_Group, OrderedDict[int, Session]] = {}
-        for group in itertools.product(HABITS, range(NUM_BINS + 1)):
-            self._silent[group], self._lost[group] = OrderedDict(), OrderedDict()
+        self._silent, self._lost = _Groups(), _Groups()
         self._num_lost = 0
         self.forgotten = 0
 
@@ -123,7 +141,7 @@ class SessionBook:
         session.turns += 1
         session.silent_since = now
         session.bin = 0
-        self._silent[session.habit, 0][session.number] = session
+        self._silent.put(session)
         self._sessions.move_to_end(session.number)
         self._forget_oldest()
 
@@ -144,23 +162,26 @@ class SessionBook:
 
     def advance(self, now: float) -> None:
         """Moves silent sessions whose age has passed their bin."""
-        for (habit, bin_), silent in self._silent.items():
-            if bin_ == NUM_BINS:
-                continue
-            while silent:
+        # The longest silent first, so that each group stays in order.
+        for group in sorted(self._silent, key=lambda group: group[1], reverse=True):
+            while silent := self._silent.get(group):
                 session = next(iter(silent.values()))
-                if now - session.silent_since < EDGES_S[bin_]:
+                if session.bin == NUM_BINS or now - session.silent_since < EDGES_S[session.bin]:
                     break
-                self.rhythms.stayed_silent(habit, bin_)
-                was_lost = session.number in self._lost[habit, bin_]
-                self._unlist(session)
-                session.bin += 1
-                self._silent[habit, session.bin][session.number] = session
-                if was_lost:
-                    self._list_lost(session)
+                self._move_on(session, now)
+
+    def _move_on(self, session: Session, now: float) -> None:
+        was_lost = self._lost.has(session)
+        self._unlist(session)
+        while session.bin < NUM_BINS and now - session.silent_since >= EDGES_S[session.bin]:
+            self.rhythms.stayed_silent(session.habit, session.bin)
+            session.bin += 1
+        self._silent.put(session)
+        if was_lost:
+            self._list_lost(session)
 
     def _unlist(self, session: Session) -> None:
-        self._silent[session.habit, session.bin].pop(session.number, None)
+        self._silent.drop(session)
         self.settled(session)
 
     # ---- what VRAM has of them
@@ -172,13 +193,13 @@ class SessionBook:
             self._list_lost(session)
 
     def _list_lost(self, session: Session) -> None:
-        lost = self._lost[session.habit, session.bin]
-        self._num_lost += session.number not in lost
-        lost[session.number] = session
+        self._num_lost += not self._lost.has(session)
+        self._lost.put(session)
 
     def settled(self, session: Session) -> None:
         """There is nothing to bring back of it before its next turn, or its next loss."""
-        self._num_lost -= self._lost[session.habit, session.bin].pop(session.number, None) is not None
+        self._num_lost -= self._lost.has(session)
+        self._lost.drop(session)
 
     @property
     def num_lost(self) -> int:
@@ -195,7 +216,7 @@ class SessionBook:
             (
                 (self.p_return_within(next(iter(lost.values())), now, horizon_s), group)
                 for group, lost in self._lost.items()
-                if lost and group[1] < NUM_BINS
+                if group[1] < NUM_BINS
             ),
             reverse=True,
         )
@@ -247,6 +268,11 @@ class SessionBook:
         assert self._num_lost == sum(map(len, self._lost.values())), self._num_lost
         for group, lost in self._lost.items():
             assert lost.keys() <= self._silent[group].keys(), group
+        for groups in (self._silent, self._lost):
+            assert all(groups.values()), "a group without a session"
+            for group in groups.values():
+                since = [session.silent_since for session in group.values()]
+                assert groups is self._lost or since == sorted(since), since
         assert self._num_keys == sum(len(s.keys) for s in self._sessions.values())
         assert set(self._ending) <= {key for s in self._sessions.values() for key in s.ends}
         assert all(self._sessions[s.number] is s for s in self._named.values())

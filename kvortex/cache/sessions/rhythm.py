@@ -3,8 +3,9 @@
 Silence is cut into bins that double. Of each bin it is counted how many conversations were still silent at its start,
 and how many went on within it, so that those that never come back count from their first second on (the actuarial
 estimate: Kaplan and Meier, 1958, on grouped data). People and tool loops differ, so conversations are told apart by
-their own recent gaps, their pace; a pace that was seldom seen leans on all others together, and these on a prior:
-half are people, log-normal around 20 s, half are tools, log-normal around 2 s, and half of all come back.
+their own recent gaps, their pace, and by how many turns they have had, since many end after a few. A habit that was
+seldom seen leans on all of its pace, a pace on all others together, and these on a prior: half are people, log-normal
+around 20 s, half are tools, log-normal around 2 s, and half of all come back.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Habit(NamedTuple):
 
 
 def habit_of(pace: int, turns: int) -> Habit:
-    """Of a conversation that has had so many turns, one at least."""
+    """Of a conversation with this pace that has had so many turns."""
     return Habit(pace, max(1, min(turns, NUM_TURNS)))
 
 
@@ -81,7 +82,7 @@ PRIOR: Final = _prior()
 
 
 class _LifeTable:
-    """Counts of one pace, or of all."""
+    """Counts of one habit, of one pace, or of all."""
 
     def __init__(self) -> None:
         self.silent = [0.0] * NUM_BINS

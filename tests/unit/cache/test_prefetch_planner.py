@@ -16,7 +16,7 @@ from kvortex.cache.prefetch.demand import Demand
 from kvortex.cache.prefetch.planner import HINT_LASTS_S, MAX_TARGETS, PrefetchPlanner
 from kvortex.cache.prefetch.target import Chunk
 from kvortex.cache.sessions.book import SessionBook
-from kvortex.cache.sessions.rhythm import NUM_PACES
+from kvortex.cache.sessions.rhythm import HABITS
 from kvortex.cache.sessions.session import Scope, Session
 from kvortex.keys import BlockKey, block_key
 from tests.fakes.clock import FakeClock
@@ -262,9 +262,9 @@ def test_the_likelier_conversation_comes_first() -> None:
 
 def test_nothing_goes_that_is_as_likely_to_be_asked_for() -> None:
     stage = generous(Stage(capacity=40))
-    for pace in range(NUM_PACES):
+    for habit in HABITS:
         for _ in range(300):
-            stage.book.rhythms.returned(pace, 100.0)
+            stage.book.rhythms.returned(habit, 100.0)
     lost, there = stage.talk(1, 20, turns=1), stage.talk(2, 40, turns=1)
     stage.vram.content.update(dict.fromkeys(there.keys, there))
     assert stage.plan() is None
@@ -278,9 +278,9 @@ def test_nothing_goes_that_is_as_likely_to_be_asked_for() -> None:
 def test_what_vram_would_lose_anyhow_before_it_is_asked_for_may_go() -> None:
     """Both are expected in twenty seconds, and VRAM is used over in two: what goes now is gone by then anyhow."""
     stage = generous(Stage(capacity=40))
-    for pace in range(NUM_PACES):
+    for habit in HABITS:
         for _ in range(300):
-            stage.book.rhythms.returned(pace, 20.0)
+            stage.book.rhythms.returned(habit, 20.0)
     lost, there = stage.talk(1, 20, turns=1), stage.talk(2, 40, turns=1)
     stage.vram.content.update(dict.fromkeys(there.keys, there))
     assert stage.plan() is None

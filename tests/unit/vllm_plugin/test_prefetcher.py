@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvortex.cache.prefetch.budget import Cause
-from kvortex.cache.sessions.rhythm import NUM_PACES
+from kvortex.cache.sessions.rhythm import HABITS
 from kvortex.cache.sessions.session import Scope
 from kvortex.keys import block_key
 
@@ -25,9 +25,9 @@ MiniVllm, request, hashes_of, BLOCK_SIZE = mini.MiniVllm, mini.request, mini.has
 def expecting_returns(**options: Any):
     """An engine that has learnt that everybody comes back in eight seconds, and that guesses are good."""
     engine = MiniVllm(**options)
-    for pace in range(NUM_PACES):
+    for habit in HABITS:
         for _ in range(200):
-            engine.prefetcher.book.rhythms.returned(pace, 8.0)
+            engine.prefetcher.book.rhythms.returned(habit, 8.0)
     engine.prefetcher.budget.requests_loaded(100_000)
     engine.prefetcher.budget._rates[Cause.GUESS].saw(400, used=True)
     return engine
