@@ -34,6 +34,7 @@ _WHAT: Final = {
     "transfer_timeout": "after this long a copy is given up and counted as failed",
     "request_log": "file that gets a line for each request, with block hashes and no text: [plan.md](plan.md)",
     "request_log_size": "of that file and the one before it together",
+    "verify": "which blocks get a checksum that is compared before each load: [verification.md](verification.md)",
 }
 _RAM: Final = 10**15
 _PLACE: Final = Place("-")
