@@ -37,7 +37,7 @@ def full_side(num_blocks: int, vram_blocks: int) -> tuple[SchedulerSide, BlockPo
         assert isinstance(reservation, Reservation)
         index.publish(reservation.slots)
     facts = SimpleNamespace(
-        settings=SimpleNamespace(transfer_timeout=30.0, prefetch_enabled=False),
+        settings=SimpleNamespace(transfer_timeout=30.0, prefetch_enabled=False, verify="off"),
         watermarks=Watermarks(threshold=0.85, target=0.75, batch_blocks=BATCH, idle_after_s=30.0),
         num_ranks=1,
         server_block_bytes=1 << 20,

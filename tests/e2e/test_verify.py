@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,6 +16,7 @@ import numpy as np
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvortex.keys import BlockKey
+from kvortex.transfer import checksums
 from tests.e2e.engine import BLOCK_BYTES, BLOCK_SIZE, WRITE_THROUGH, Engine, engine, greedy, prompt
 
 ROUNDS = int(os.environ.get("KVORTEX_VERIFY_ROUNDS", "10"))
@@ -102,6 +105,37 @@ def test_every_block_that_changes_in_ram_is_caught_and_computed_again(tiny_llama
         assert vllm.side._index.doomed == 0
         assert vllm.llm.reset_prefix_cache()
         assert vllm.stats()["tiers"]["ram"]["quarantined_blocks"] == len(changed), "memory is not mended by a reset"
+        assert texts(vllm) == right
+
+
+def test_an_abort_while_blocks_are_compared_leaks_nothing(tiny_llama, monkeypatch):
+    with warm(tiny_llama, "all") as (vllm, _, right):
+        vllm.evict_vram()
+        vllm.settle()
+        free = vllm.free_blocks
+        entered, opened = threading.Event(), threading.Event()
+        real = checksums.xxhash.xxh3_64_intdigest
+
+        def held(row: np.ndarray) -> int:
+            entered.set()
+            assert opened.wait(60), "never opened"
+            return real(row)
+
+        monkeypatch.setattr(checksums.xxhash, "xxh3_64_intdigest", held)
+        core = vllm.llm.llm_engine
+        core.add_request("gone", {"prompt_token_ids": PROMPTS[0]}, greedy())
+        deadline = time.monotonic() + 60
+        while not entered.is_set():
+            core.step()
+            assert time.monotonic() < deadline, "nothing is compared"
+        core.abort_request(["gone"])
+        core.step()
+        assert vllm.stats()["tiers"]["ram"]["pinned_blocks"] == 12, "their bytes are being read"
+        opened.set()
+        vllm.settle()
+        stats = vllm.stats()
+        assert stats["tiers"]["ram"]["pinned_blocks"] == stats["sessions"]["active"] == 0
+        assert vllm.free_blocks == free
         assert texts(vllm) == right
 
 
