@@ -118,6 +118,7 @@ class KVCacheSettings(BaseModel):
         ram_cache_size: bytes of host RAM for blocks, the whole server, split over its GPUs.
         prefetch_enabled: loads may begin before the request that needs them.
         num_streams: copy threads without a GPU; on a GPU, 1 has both directions share a stream, more have one each.
+            Where blocks are verified, also the threads for checksums.
         block_size: tokens a block; vLLM's `--block-size`.
         eviction_policy: one of EVICTION_POLICIES.
         transfer_timeout: seconds after which one copy order is given up and counted as failed.

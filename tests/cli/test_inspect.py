@@ -72,6 +72,9 @@ def test_blocks_that_changed_in_ram_are_said_first_in_words(kvortex, server):
     assert "docs/verification.md" in said
     assert "70,000 verified, 3 found changed, 2 out of use" in said
     assert "The cache is helping." in said
+    with Terminal("inspect", "--watch", "--every", "0.2", "--url", server.url) as terminal:
+        rows = terminal.wait_for(lambda rows: fits(rows, 24))
+        assert "RAM does not keep what is stored in it: 3 blocks had changed" in rows[3], rows
 
 
 def test_blocks_are_shown_by_age_and_use(kvortex, server):
