@@ -38,7 +38,7 @@ def full_side(num_blocks: int, vram_blocks: int) -> tuple[SchedulerSide, BlockPo
         assert isinstance(reservation, Reservation)
         index.publish(reservation.slots)
     facts = SimpleNamespace(
-        settings=SimpleNamespace(transfer_timeout=30.0, prefetch_enabled=False),
+        settings=SimpleNamespace(transfer_timeout=30.0, prefetch_enabled=False, verify="off"),
         watermarks=Watermarks(0.85, 0.75, BATCH, idle_after_s=30.0, ahead_blocks=BATCH),
         num_ranks=1,
         server_block_bytes=1 << 20,

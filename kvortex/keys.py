@@ -38,6 +38,15 @@ def group_of(key: BlockKey) -> int:
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
+SAMPLE_SHARE = 16
+"""One key in so many is in the sample."""
+
+
+def in_sample(key: BlockKey) -> bool:
+    """Whether this key is in the sample, the same in every process: hashes are uniform."""
+    return key[0] % SAMPLE_SHARE == 0
+
+
 class Part(NamedTuple):
     """Which part of the model's KV a worker holds, along one kind of parallelism."""
 

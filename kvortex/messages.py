@@ -17,6 +17,7 @@ JobId = NewType("JobId", int)
 """Numbers one order; never used twice in an engine's life."""
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 class Direction(Enum):
@@ -44,6 +45,7 @@ class CopyOrder:
         gpu_blocks: int64 [n], GPU block ids.
         slots: int64 [n], host slots; `slots[i]` pairs with `gpu_blocks[i]`.
         deadline_s: seconds after submission at which the order is given up.
+        sampled: bool [n], of a STORE: the blocks that get a checksum where blocks are verified; None is all of them.
     """
 
     job_id: JobId
@@ -51,6 +53,7 @@ class CopyOrder:
     gpu_blocks: IntArray
     slots: IntArray
     deadline_s: float
+    sampled: BoolArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class JobResult:
         seconds: from submission to completion on this rank.
         num_bytes: bytes moved by this rank.
         detail: the reason, when the outcome is not DONE.
+        corrupt_slots: of a LOAD that failed: the slots whose bytes are not those that were stored in them.
     """
 
     job_id: JobId
@@ -69,6 +73,7 @@ class JobResult:
     seconds: float
     num_bytes: int
     detail: str = ""
+    corrupt_slots: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

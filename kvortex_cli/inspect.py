@@ -87,9 +87,9 @@ def _page(view: View, document: dict[str, Any]) -> list[RenderableType]:
         from kvortex_cli.sessions_view import sessions_tables
 
         return [*sessions_tables(document)]
-    from kvortex_cli.stats_view import advice, stats_tables
+    from kvortex_cli.stats_view import advice, alarm, stats_tables
 
-    return [*advice(document), *stats_tables(document)]
+    return [*alarm(document), *advice(document), *stats_tables(document)]
 
 
 def _screen(view: View) -> Screen:

@@ -30,12 +30,19 @@ def stats_screen(watched: Watched, lines: int) -> list[RenderableType]:
     parts: list[RenderableType] = [
         Text(title, style="bold", no_wrap=True, overflow="ellipsis"),
         Text(now["verdict"]["text"]),
-        Text(""),
+        _alarm(now),
         _tokens(now, rates),
     ]
     reasons = _reasons(now, min(_MOST_REASONS, lines - _LINES_WITHOUT_REASONS))
     parts += [reasons] if reasons else []
     return [*parts, Text(""), _tiers(now), Text(""), _moves(now, rates)]
+
+
+def _alarm(now: Stats) -> Text:
+    """One line, empty while RAM keeps what is stored in it."""
+    corrupt = now["verify"]["corrupt_blocks"]
+    said = f"RAM does not keep what is stored in it: {corrupt:,} blocks had changed" if corrupt else ""
+    return Text(said, style="bold red", no_wrap=True, overflow="ellipsis")
 
 
 class _Rates:

@@ -40,7 +40,9 @@ def stats_tables(stats: Stats) -> list[Table]:
         f"{ram['used_blocks']:,}",
         f"{ram['capacity_blocks']:,}",
         format_bytes(ram["used_bytes"]),
-        f"{ram['pinned_blocks']:,} pinned, {stats['evicted']['ram_blocks']:,} evicted so far",
+        ", ".join(
+            [f"{ram['pinned_blocks']:,} pinned, {stats['evicted']['ram_blocks']:,} evicted so far", *_verified(stats)]
+        ),
     )
 
     copies = Table("copies", "blocks", "bytes", "seconds", "in flight", "failed blocks")
@@ -55,6 +57,32 @@ def stats_tables(stats: Stats) -> list[Table]:
             f"{stats['failures'][direction]:,}",
         )
     return [hits, missed_table(stats), tiers, copies, _prefetch_table(stats)]
+
+
+def _verified(stats: Stats) -> list[str]:
+    """What verification has found; nothing where it is off."""
+    verify = stats["verify"]
+    if verify["mode"] == "off":
+        return []
+    out_of_use = stats["tiers"]["ram"]["quarantined_blocks"]
+    return [
+        f"{verify['intact_blocks']:,} verified",
+        *([f"{verify['corrupt_blocks']:,} found changed", f"{out_of_use:,} out of use"] if out_of_use else []),
+    ]
+
+
+def alarm(stats: Stats) -> list[str]:
+    """A paragraph where blocks in RAM were found changed, which no healthy machine does."""
+    corrupt = stats["verify"]["corrupt_blocks"]
+    if corrupt == 0:
+        return []
+    changed = "1 block was" if corrupt == 1 else f"{corrupt:,} blocks were"
+    out_of_use = stats["tiers"]["ram"]["quarantined_blocks"]
+    return [
+        f"RAM does not keep what is stored in it: {changed} found changed before a load. What was lost is computed "
+        f"again, so no answer is wrong for it; {out_of_use:,} of RAM's blocks are out of use until the server ends. "
+        "Check this machine's memory: docs/verification.md says how."
+    ]
 
 
 def _prefetch_table(stats: Stats) -> Table:

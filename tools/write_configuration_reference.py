@@ -28,12 +28,13 @@ _WHAT: Final = {
     "idle_after": "a block unused for this long counts as idle; the `priority` policy gives idle ones up sooner",
     "ram_cache_size": "host RAM for blocks: the whole server's, split over its GPUs",
     "prefetch_enabled": "sessions' blocks are brought back before they are asked for; not measured on a GPU yet",
-    "num_streams": "copy threads on vLLM's CPU build; on a GPU, 1 has both directions share a stream",
+    "num_streams": "copy threads on vLLM's CPU build, threads of `verify`; on a GPU, 1: both directions share a stream",
     "block_size": "tokens of a block; becomes vLLM's `--block-size`",
     "eviction_policy": "which blocks a full RAM gives up: [eviction.md](eviction.md)",
     "transfer_timeout": "after this long a copy is given up and counted as failed",
     "request_log": "file that gets a line for each request, with block hashes and no text: [plan.md](plan.md)",
     "request_log_size": "of that file and the one before it together",
+    "verify": "which blocks get a checksum that is compared before each load: [verification.md](verification.md)",
 }
 _RAM: Final = 10**15
 _PLACE: Final = Place("-")

@@ -21,13 +21,14 @@ BEGIN: Final = "<!-- written by tools/write_metrics_reference.py -->\n"
 END: Final = "<!-- end -->\n"
 
 _VRAM: Final = ("capacity_bytes", "capacity_blocks", "resident_blocks", "clean_blocks", "in_use_blocks")
-_RAM: Final = ("capacity_bytes", "used_bytes", "capacity_blocks", "used_blocks", "pinned_blocks")
+_RAM: Final = ("capacity_bytes", "used_bytes", "capacity_blocks", "used_blocks", "pinned_blocks", "quarantined_blocks")
 
 
 def empty_families() -> list[Metric]:
     """The families of a server that has done nothing: every name and label, all values 0."""
     document = {
         **Ledger().as_dict(),
+        "verify": Ledger().verify_as_dict(),
         "tiers": {"vram": dict.fromkeys(_VRAM, 0), "ram": dict.fromkeys(_RAM, 0)},
         "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0, "late_blocks": 0},
         "sessions": {"known": 0, "active": 0},

@@ -6,6 +6,8 @@
                          +-- abandon --> FREE
                          +-- discard or reset --> DOOMED --publish or abandon--> FREE
 
+    quarantined while pinned: DOOMED --last unpin--> QUARANTINED, for good
+
 Lives in the scheduler's process, used by one thread at a time. It never sees bytes: the caller has them
 copied between `reserve` and `publish` or `abandon`, and between `pin` and `unpin`. Batches of slots are
 Python ints. A caller's mistake is asserted before anything changes. Nothing but `reset` and `check` takes
@@ -27,7 +29,7 @@ from kvortex.keys import BlockKey
 __all__ = ["BlockIndex", "Completed", "KeyState", "RefusalReason", "Refused", "Reservation", "Room", "SlotState"]
 
 # Plain ints: comparing a byte with an IntEnum member is several times slower.
-_FREE, _WRITING, _READY, _DOOMED = (int(state) for state in SlotState)
+_FREE, _WRITING, _READY, _DOOMED, _QUARANTINED = (int(state) for state in SlotState)
 
 _NO_KEY = BlockKey(b"")
 
@@ -59,6 +61,7 @@ class BlockIndex:
         self._pins: dict[int, int] = {}
         self._doomed_writing: set[int] = set()
         self._doomed_pinned: set[int] = set()
+        self._quarantined: set[int] = set()
         self._states = bytearray(num_slots)
         self._keys = [_NO_KEY] * num_slots
         self._positions = array("i", [0]) * num_slots
@@ -125,6 +128,11 @@ class BlockIndex:
     def pinned(self) -> int:
         """Slots with at least one pin, READY or DOOMED: how busy the tier is."""
         return len(self._pins)
+
+    @property
+    def quarantined(self) -> int:
+        """Slots out of use for good, those included that are pinned yet."""
+        return len(self._quarantined)
 
     @property
     def evictable(self) -> int:
@@ -282,7 +290,7 @@ class BlockIndex:
     # ---- forgetting
 
     def discard(self, slots: Sequence[int]) -> int:
-        """Quarantine: the keys of these slots are absent at once, whatever moves their bytes.
+        """The keys of these slots are absent at once, whatever moves their bytes.
 
         WRITING and pinned slots are DOOMED, others FREE. Returns how many slots had a key.
         """
@@ -305,6 +313,19 @@ class BlockIndex:
         self._release([slot for slot in held if slot not in pins])
         return len(written) + len(held)
 
+    def quarantine(self, slots: Sequence[int]) -> list[BlockKey]:
+        """The bytes in these pinned slots are not those that were stored: their keys are absent at once, and returned.
+
+        When their last pin ends, the slots stay out of use, also after a reset.
+        """
+        self._assert_in_range(slots)
+        loose = [slot for slot in slots if slot not in self._pins]
+        assert not loose, f"{len(loose)} of {len(slots)} slots to quarantine are not pinned: {loose[:8]}"
+        keys = [self._keys[slot] for slot in slots if self._states[slot] == _READY]
+        self.discard(slots)
+        self._quarantined.update(slots)
+        return keys
+
     def reset(self) -> int:
         """Forgets every key at once; WRITING and pinned slots are DOOMED. Returns how many keys it had."""
         forgotten = self.ready + self.writing
@@ -316,6 +337,8 @@ class BlockIndex:
         self._writing.clear()
         self._keys = [_NO_KEY] * self.num_slots
         self._states = bytearray(self.num_slots)
+        for slot in self._quarantined:
+            self._states[slot] = _QUARANTINED
         for slot in self._doomed_writing | self._doomed_pinned:
             self._states[slot] = _DOOMED
         self._policy.reset()
@@ -363,7 +386,14 @@ class BlockIndex:
         for slot in slots:
             states[slot] = _FREE
             keys[slot] = _NO_KEY
+        if self._quarantined:
+            slots = self._without_quarantined(slots)
         self._free.extend(slots)
+
+    def _without_quarantined(self, slots: Sequence[int]) -> list[int]:
+        for slot in self._quarantined.intersection(slots):
+            self._states[slot] = _QUARANTINED
+        return [slot for slot in slots if slot not in self._quarantined]
 
     def _assert_in_range(self, slots: Sequence[int]) -> None:
         if slots:
@@ -379,7 +409,9 @@ class BlockIndex:
     def check(self) -> None:
         """Asserts every invariant of the index. Scans all slots: for tests and soaks."""
         counts = [self._states.count(state) for state in SlotState]
-        assert counts == [self.free, self.writing, self.ready, self.doomed], counts
+        out_of_use = self._quarantined - self._doomed_pinned
+        assert counts == [self.free, self.writing, self.ready, self.doomed, len(out_of_use)], counts
+        assert all(self._states[slot] == _QUARANTINED for slot in out_of_use), out_of_use
         assert sum(counts) == self.num_slots, counts
         for state, entries in ((_READY, self._ready.items()), (_WRITING, list(self._writing.items()))):
             wrong = [s for key, s in entries if self._states[s] != state or self._keys[s] != key]

@@ -21,12 +21,14 @@ class SlotState(IntEnum):
     """FREE: to be had. WRITING: a store is in flight. READY: visible.
 
     DOOMED: its key is gone, but a copy into it or out of it may still run.
+    QUARANTINED: its bytes were found changed, and nothing is ever stored in it again.
     """
 
     FREE = 0
     WRITING = 1
     READY = 2
     DOOMED = 3
+    QUARANTINED = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,14 @@ class Refusal(Enum):
     QUICKER_COMPUTED = "quicker_computed"
 
 
+class Verification(Enum):
+    """Which blocks get a checksum when they are stored: none, those of the sample (`keys.in_sample`), or all."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    ALL = "all"
+
+
 @dataclass(slots=True)
 class TransferCount:
     """One direction's copies that ended well, summed over ranks; seconds are those of the slowest rank."""
@@ -67,6 +75,9 @@ class Ledger:
     store_failures: int = 0
     load_failures: int = 0
     recomputed_tokens: int = 0
+    verified_blocks: int = 0
+    corrupt_blocks: int = 0
+    checksum_failed_blocks: int = 0
     refused: Counter[Refusal] = field(default_factory=Counter)
     ignored_answers: int = 0
 
@@ -117,4 +128,12 @@ class Ledger:
             },
             "ignored_answers": self.ignored_answers,
             "refused": {reason.value: self.refused[reason] for reason in Refusal},
+        }
+
+    def verify_as_dict(self) -> dict[str, Any]:
+        """Blocks loaded whose checksum was right; blocks found changed in RAM; blocks of the loads that this failed."""
+        return {
+            "intact_blocks": self.verified_blocks,
+            "corrupt_blocks": self.corrupt_blocks,
+            "failed_load_blocks": self.checksum_failed_blocks,
         }

@@ -11,6 +11,7 @@ from kvortex.config.machine import MachineFacts
 from kvortex.config.request_log import check_request_log
 from kvortex.config.resolve import ResolvedConfig
 from kvortex.config.sources import SECTION
+from kvortex.config.verify import check_can_verify
 from kvortex.config.vllm_install import VllmInstall
 from kvortex.config.vllm_options import vllm_options
 from kvortex.errors import ConfigError, KVortexError, UnfitError, UsageError
@@ -38,6 +39,7 @@ def problems(
     if resolved.uses_kvortex:
         yield from _ram_problems(resolved, machine, shape)
         yield from _request_log_problems(resolved)
+        yield from _verify_problems(resolved)
         yield from _unsupported(resolved)
     yield from _gpu_problems(resolved, machine)
     if install is not None:
@@ -156,6 +158,16 @@ def _request_log_problems(resolved: ResolvedConfig) -> Iterator[KVortexError]:
     except UsageError as error:
         place = resolved.place_of("request_log")
         yield ConfigError(place, f"{SECTION}.request_log: {error.message}", hint=error.hint)
+
+
+def _verify_problems(resolved: ResolvedConfig) -> Iterator[KVortexError]:
+    if resolved.kv_cache.verify == "off":
+        return
+    try:
+        check_can_verify()
+    except UnfitError as error:
+        place = resolved.place_of("verify")
+        yield ConfigError(place, f"{SECTION}.verify: {error.message}", hint=error.hint)
 
 
 def _unsupported(resolved: ResolvedConfig) -> Iterator[KVortexError]:

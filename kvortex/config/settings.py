@@ -17,6 +17,7 @@ from kvortex.errors import ConfigError, Place
 from kvortex.sizes import BadValueError, describe, format_bytes, parse_duration, parse_size
 
 EVICTION_POLICIES: Final = ("adaptive", "lru", "priority")
+VERIFICATIONS: Final = ("off", "sample", "all")
 MAX_STREAMS: Final = 64
 BLOCK_SIZE_STEP: Final = 16
 _MAX_DEFAULT_RAM_BYTES: Final = 256 * 10**9
@@ -71,6 +72,11 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
     return read
 
 
+def _verification(value: Any) -> str:
+    # YAML reads a bare `off` as false, and `on` as true.
+    return "off" if value is False else _one_of(*VERIFICATIONS)(value)
+
+
 def _size(value: Any, info: ValidationInfo) -> int:
     return parse_size(value, of=(info.context or {}).get(_AVAILABLE_RAM))
 
@@ -112,11 +118,13 @@ class KVCacheSettings(BaseModel):
         ram_cache_size: bytes of host RAM for blocks, the whole server, split over its GPUs.
         prefetch_enabled: loads may begin before the request that needs them.
         num_streams: copy threads without a GPU; on a GPU, 1 has both directions share a stream, more have one each.
+            Where blocks are verified, also the threads for checksums.
         block_size: tokens a block; vLLM's `--block-size`.
         eviction_policy: one of EVICTION_POLICIES.
         transfer_timeout: seconds after which one copy order is given up and counted as failed.
         request_log: file that gets a line for each request, block hashes only; None for none.
         request_log_size: bytes that it and the file before it may take together.
+        verify: one of VERIFICATIONS: which blocks get a checksum when stored, which is compared before each load.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
@@ -134,6 +142,7 @@ class KVCacheSettings(BaseModel):
     transfer_timeout: Annotated[float, BeforeValidator(_some_seconds)] = 30.0
     request_log: Annotated[str | None, BeforeValidator(_path_or_null)] = None
     request_log_size: Annotated[int, BeforeValidator(_log_size)] = 256 * 10**6
+    verify: Annotated[str, BeforeValidator(_verification)] = "off"
 
     @property
     def effective_offload_target(self) -> float:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Hinted = dict[str, Any]
 
-OF_ONE_ENGINE = frozenset({"kvortex", "vllm", "model", "uptime_s", "block_size", "ranks"})
+OF_ONE_ENGINE = frozenset({"kvortex", "vllm", "model", "uptime_s", "block_size", "ranks", "mode"})
 """Fields that are facts of the server, not sums over its engines."""
 
 

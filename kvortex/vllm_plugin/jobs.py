@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from kvortex.cache.prefetch.target import Chunk
 from kvortex.cache.residency import Candidate
-from kvortex.keys import BlockKey
+from kvortex.keys import BlockKey, in_sample
 from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan
 
 GRACE = 2.0
@@ -23,7 +23,11 @@ GRACE = 2.0
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """What both kinds of job share. `slots[i]` and `keys[i]` belong together."""
+    """What all kinds of job share. `slots[i]` and `keys[i]` belong together.
+
+    Attributes:
+        corrupt_slots: in which a rank found other bytes than were stored; the job has failed.
+    """
 
     job_id: JobId
     slots: Sequence[int]
@@ -32,6 +36,7 @@ class Job:
     failed: bool = False
     detail: str = ""
     seconds: float = 0.0
+    corrupt_slots: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,12 +85,17 @@ class PrefetchJob(Job):
 
 
 class JobBook:
-    """Numbers the jobs, collects the step's plan, matches answers to jobs. Scheduler thread."""
+    """Numbers the jobs, collects the step's plan, matches answers to jobs. Scheduler thread.
 
-    def __init__(self, num_ranks: int, timeout_s: float, clock: Callable[[], float]) -> None:
+    Args:
+        sample: of the blocks stored, only those of the sample get a checksum.
+    """
+
+    def __init__(self, num_ranks: int, timeout_s: float, clock: Callable[[], float], *, sample: bool = False) -> None:
         self._ranks = frozenset(range(num_ranks))
         self._timeout_s = timeout_s
         self._clock = clock
+        self._sample = sample
         self._next_id = 0
         self._jobs: dict[JobId, StoreJob | LoadJob | PrefetchJob] = {}
         self._store_deadlines: OrderedDict[JobId, float] = OrderedDict()
@@ -121,7 +131,10 @@ class JobBook:
         self._store_deadlines[job.job_id] = self._clock() + GRACE * self._timeout_s
         for i, block_id in enumerate(job.block_ids):
             self._source_of[block_id] = (job.job_id, i)
-        self._plan.stores.append(self._order(job.job_id, Direction.STORE, job.block_ids, job.slots))
+        order = self._order(job.job_id, Direction.STORE, job.block_ids, job.slots)
+        if self._sample:
+            order = replace(order, sampled=np.array([in_sample(key) for key in job.keys], np.bool_))
+        self._plan.stores.append(order)
         return job
 
     def start_load(
@@ -202,6 +215,7 @@ class JobBook:
         if result.outcome is not Outcome.DONE:
             job.failed = True
             job.detail = job.detail or f"{result.outcome.value} on rank {rank}: {result.detail}"
+            job.corrupt_slots.update(result.corrupt_slots)
         if job.waiting_ranks:
             return None
         del self._jobs[result.job_id]

@@ -71,8 +71,12 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     for state in ("resident", "clean", "in_use"):
         vram.add_metric([state], stats["tiers"]["vram"][f"{state}_blocks"])
     yield vram
-    ram = GaugeMetricFamily("kvortex_ram_blocks", "RAM blocks: published; pinned by loads under way", labels=["state"])
-    for state in ("used", "pinned"):
+    ram = GaugeMetricFamily(
+        "kvortex_ram_blocks",
+        "RAM blocks: published; pinned by loads under way; out of use because their bytes had changed",
+        labels=["state"],
+    )
+    for state in ("used", "pinned", "quarantined"):
         ram.add_metric([state], stats["tiers"]["ram"][f"{state}_blocks"])
     yield ram
     yield GaugeMetricFamily(
@@ -113,6 +117,19 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
         "kvortex_recomputed_tokens",
         "Tokens computed because a load failed",
         value=stats["failures"]["recomputed_tokens"],
+    )
+    verified = CounterMetricFamily(
+        "kvortex_verified_blocks",
+        "Blocks whose checksum was compared before a load, by whether their bytes in RAM were those that were stored",
+        labels=["outcome"],
+    )
+    for outcome in ("intact", "corrupt"):
+        verified.add_metric([outcome], stats["verify"][f"{outcome}_blocks"])
+    yield verified
+    yield CounterMetricFamily(
+        "kvortex_checksum_failed_blocks",
+        "Blocks whose load failed because of a checksum, their own or another block's of that load",
+        value=stats["verify"]["failed_load_blocks"],
     )
     yield CounterMetricFamily(
         "kvortex_dedup_references",

@@ -30,8 +30,8 @@ from kvortex.cache.prefetch.budget import PrefetchCount
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
 from kvortex.cache.residency import Residency
 from kvortex.cache.sessions.session import scope_of, session_name
-from kvortex.cache.stats import Ledger, Refusal
-from kvortex.keys import BlockKey
+from kvortex.cache.stats import Ledger, Refusal, Verification
+from kvortex.keys import BlockKey, in_sample
 from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin import compat
 from kvortex.vllm_plugin.admission import LATER, Admission, Answer
@@ -79,7 +79,9 @@ class SchedulerSide:
         self._request_log = request_log
         self._losses = LossRecord(index.num_slots)
         self._explainer = MissExplainer(groups, index, self._losses, self._residency.holds)
-        self._jobs = JobBook(facts.num_ranks, facts.settings.transfer_timeout, clock)
+        self._verifies = Verification(facts.settings.verify)
+        timeout_s = facts.settings.transfer_timeout
+        self._jobs = JobBook(facts.num_ranks, timeout_s, clock, sample=self._verifies is Verification.SAMPLE)
         self._gate = Gate(clock)
         self._requests: dict[str, RequestState] = {}
         self._costs = StepCosts()
@@ -387,6 +389,7 @@ class SchedulerSide:
 
     def _load_ended(self, job: LoadJob) -> None:
         self._ledger.load.in_flight -= len(job.slots)
+        self._quarantine(job)
         self._index.unpin(job.slots)
         state = self._requests.get(job.request_id)
         if job.failed:
@@ -401,6 +404,7 @@ class SchedulerSide:
             self._ledger.with_step_blocks += len(job.slots) if job.with_step else 0
             self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
             self._ledger.load.seconds += job.seconds
+            self._verified(job)
             if self._prefetcher is not None:
                 self._prefetcher.budget.requests_loaded(len(job.slots))
         if state is None:
@@ -424,6 +428,7 @@ class SchedulerSide:
     def _prefetch_ended(self, job: PrefetchJob) -> None:
         assert self._prefetcher is not None, "an answer to a prefetch that nobody ordered"
         self._ledger.load.in_flight -= len(job.slots)
+        self._quarantine(job)
         self._prefetcher.ended(job)
         if job.failed:
             self._ledger.load_failures += len(job.gpu_blocks)
@@ -432,6 +437,30 @@ class SchedulerSide:
         self._ledger.load.blocks += len(job.slots)
         self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
         self._ledger.load.seconds += job.seconds
+        self._verified(job)
+
+    def _verified(self, job: LoadJob | PrefetchJob) -> None:
+        """The load ended well, so every checksum that its blocks have was right."""
+        if self._verifies is Verification.OFF:
+            return
+        is_all = self._verifies is Verification.ALL
+        self._ledger.verified_blocks += len(job.keys) if is_all else sum(map(in_sample, job.keys))
+
+    def _quarantine(self, job: LoadJob | PrefetchJob) -> None:
+        """What changed the bytes in these slots may change others there: nothing is stored in them again."""
+        if not job.corrupt_slots:
+            return
+        slots = sorted(job.corrupt_slots)
+        lost = self._index.quarantine(slots)
+        self._residency.copies_spared([key for key in lost if self._residency.is_clean(key)])
+        self._ledger.corrupt_blocks += len(slots)
+        self._ledger.checksum_failed_blocks += len(job.gpu_blocks)
+        logger.error(
+            "%d blocks in RAM are not what was stored there (%s). They are computed again, so answers stay right; "
+            "their slots are out of use. Check this machine's memory.",
+            len(slots),
+            job.detail,
+        )
 
     def _give_up_overdue_stores(self) -> None:
         """A store without an answer past its deadline is a block that was not stored; its slot stays out of use until
@@ -524,9 +553,11 @@ class SchedulerSide:
                         "capacity_blocks": index.num_slots,
                         "used_blocks": index.ready,
                         "pinned_blocks": index.pinned,
+                        "quarantined_blocks": index.quarantined,
                     },
                 },
                 **self._ledger.as_dict(),
+                "verify": {"mode": self._verifies.value, **self._ledger.verify_as_dict()},
                 "admission": {"waited": self._gate.waited, "overdue": self._gate.overdue},
                 "prefetch": (PrefetchCount() if self._prefetcher is None else self._prefetcher.budget.count).as_dict(),
                 "sessions": {

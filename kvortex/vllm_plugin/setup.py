@@ -11,6 +11,7 @@ import vllm
 
 from kvortex.cache.planner import Watermarks
 from kvortex.config.settings import KVCacheSettings
+from kvortex.config.verify import check_can_verify
 from kvortex.errors import UnfitError, UsageError
 from kvortex.hardware import usable_ram_bytes
 from kvortex.keys import Namespace, Part, fingerprint_weights
@@ -93,6 +94,8 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
     settings = KVCacheSettings.from_extra_config(
         transfer.kv_connector_extra_config, available_ram_bytes=usable_ram_bytes()
     )
+    if settings.verify != "off":
+        check_can_verify()
     block_size = int(vllm_config.cache_config.block_size)
     if "block_size" in transfer.kv_connector_extra_config and settings.block_size != block_size:
         logger.warning(
@@ -122,7 +125,9 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
         num_slots=num_slots,
         namespace=_namespace(vllm_config, kv_cache_config).digest(),
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
-        loads_go_with_steps=compat.loads_may_go_with_steps(vllm_config, len(kv_cache_config.kv_cache_groups)),
+        # Such a load cannot fail any more when its checksums are compared.
+        loads_go_with_steps=settings.verify == "off"
+        and compat.loads_may_go_with_steps(vllm_config, len(kv_cache_config.kv_cache_groups)),
     )
 
 

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvortex.errors import UnfitError
+from kvortex.keys import SAMPLE_SHARE
 from kvortex.messages import CopyOrder, Direction, JobId, JobResult, LinkFacts, Outcome, StepPlan, StepReport
 from kvortex.sizes import format_bytes
 from kvortex.transfer.base import CopyEngine, Fence, KVLayout, StepLoads, Stopwatch
@@ -77,7 +78,8 @@ class WorkerSide:
                 f"{self._facts.rank_block_bytes}",
                 hint="run this model without KVortex: kv_cache.backend: none",
             )
-        self._slab, self._engine = self._open_engine(layout)
+        self._slab, engine = self._open_engine(layout)
+        self._engine = engine if self._facts.settings.verify == "off" else self._verified(engine, layout, self._slab)
         self._layer_waits = LayerWaits(layout.regions_of)
         self._num_regions = len(layout.regions)
         logger.info(
@@ -102,6 +104,12 @@ class WorkerSide:
             f"KVortex has no copy engine for {device.type}",
             hint="run this model without KVortex: kv_cache.backend: none",
         )
+
+    def _verified(self, engine: CopyEngine, layout: KVLayout, slab: HostSlab) -> CopyEngine:
+        from kvortex.transfer.verifying import VerifyingEngine
+
+        share = 1.0 if self._facts.settings.verify == "all" else 1 / SAMPLE_SHARE
+        return VerifyingEngine(engine, layout, slab, self._facts.settings.num_streams, share=share)
 
     @property
     def engine(self) -> CopyEngine:

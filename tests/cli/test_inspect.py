@@ -54,6 +54,29 @@ def test_stats_say_whether_it_helps_and_why_not_always(kvortex, server):
     assert rows["computed"] == "400,000"
 
 
+def test_blocks_that_changed_in_ram_are_said_first_in_words(kvortex, server):
+    ledger = busy_ledger(1000)
+    ledger.verified_blocks = 70_000
+    server.stats = stats_document(ledger)
+    server.stats["verify"]["mode"] = "all"
+    quiet = " ".join(kvortex("inspect", "--url", server.url).out.split())
+    assert quiet.startswith("The cache is helping.")
+    assert "9,000 evicted so far, 70,000 verified │" in quiet
+    ledger.corrupt_blocks = 3
+    server.stats |= stats_document(ledger)
+    server.stats["verify"]["mode"] = "sample"
+    server.stats["tiers"]["ram"]["quarantined_blocks"] = 2
+    said = " ".join(kvortex("inspect", "--url", server.url).out.split())
+    assert said.startswith("RAM does not keep what is stored in it: 3 blocks were found changed before a load.")
+    assert "2 of RAM's blocks are out of use" in said
+    assert "docs/verification.md" in said
+    assert "70,000 verified, 3 found changed, 2 out of use" in said
+    assert "The cache is helping." in said
+    with Terminal("inspect", "--watch", "--every", "0.2", "--url", server.url) as terminal:
+        rows = terminal.wait_for(lambda rows: fits(rows, 24))
+        assert "RAM does not keep what is stored in it: 3 blocks had changed" in rows[3], rows
+
+
 def test_blocks_are_shown_by_age_and_use(kvortex, server):
     server.blocks = BLOCKS
     run = kvortex("inspect", "blocks", "--top", "2", "--url", server.url)

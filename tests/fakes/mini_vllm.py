@@ -58,9 +58,11 @@ def hashes_of(conversation: int, count: int) -> list[bytes]:
 class MiniVllm:
     """One engine: `submit` and `step`."""
 
-    def __init__(self, num_blocks: int = 60, num_slots: int = 500, *, prefetch: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int = 60, num_slots: int = 500, *, prefetch: bool = True, verify: str = "off"
+    ) -> None:
         settings = KVCacheSettings(
-            ram_cache_size=num_slots * BLOCK_BYTES, offload_threshold=0.0, prefetch_enabled=prefetch
+            ram_cache_size=num_slots * BLOCK_BYTES, offload_threshold=0.0, prefetch_enabled=prefetch, verify=verify
         )
         facts = EngineFacts(
             settings=settings,
@@ -90,6 +92,7 @@ class MiniVllm:
         self.request_of: dict[int, str] = {}
         self.orders: list[tuple[CopyOrder, list[BlockKey]]] = []
         self.fail_loads = False
+        self.corrupt: set[int] = set()  # slots whose bytes have changed, as loads find
         self.answers_held = False
 
     @property
@@ -204,13 +207,16 @@ class MiniVllm:
         answered = [entry for entry in self.orders if rng is None or rng.random() < 0.5]
         self.orders = [entry for entry in self.orders if entry not in answered]
         for order, content in answered:
-            failed = self.fail_loads and order.direction is Direction.LOAD
+            is_load = order.direction is Direction.LOAD
+            corrupt = tuple(s for s in order.slots.tolist() if s in self.corrupt) if is_load else ()
+            failed = is_load and (self.fail_loads or bool(corrupt))
             if not failed and order.direction is Direction.LOAD:
                 self.in_vram.update(zip(order.gpu_blocks.tolist(), content, strict=True))
             elif not failed:
                 self.in_ram.update(zip(order.slots.tolist(), content, strict=True))
             outcome = Outcome.FAILED if failed else Outcome.DONE
-            report.results.setdefault(0, []).append(JobResult(order.job_id, order.direction, outcome, 0.01, 1))
+            answer = JobResult(order.job_id, order.direction, outcome, 0.01, 1, corrupt_slots=corrupt)
+            report.results.setdefault(0, []).append(answer)
             asked = self.loading.pop(self.request_of.pop(order.job_id, ""), None)
             if asked is not None:
                 asked.hit_blocks = 0 if failed else asked.hit_blocks

@@ -12,7 +12,7 @@ from kvortex.cache.verdict import judge
 def stats_document(ledger: Ledger, *, uptime_s: float = 100.0, model: str = "stub/model") -> dict[str, Any]:
     """With 1,500 VRAM blocks and 8,000 RAM blocks of 1 MB."""
     vram = {"capacity_blocks": 1500, "resident_blocks": 300, "clean_blocks": 600, "in_use_blocks": 200}
-    ram = {"capacity_blocks": 8000, "used_blocks": 2000, "pinned_blocks": 10}
+    ram = {"capacity_blocks": 8000, "used_blocks": 2000, "pinned_blocks": 10, "quarantined_blocks": 0}
     document = {
         **{"kvortex": "0.1.0", "vllm": "0.32.0", "model": model, "uptime_s": uptime_s, "block_size": 128, "ranks": 1},
         "tiers": {
@@ -20,6 +20,7 @@ def stats_document(ledger: Ledger, *, uptime_s: float = 100.0, model: str = "stu
             "ram": {"capacity_bytes": 8000 * 10**6, "used_bytes": 2000 * 10**6, **ram},
         },
         **ledger.as_dict(),
+        "verify": {"mode": "off", **ledger.verify_as_dict()},
         "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0, "late_blocks": 0},
         "sessions": {"known": 0, "active": 3},
         "admission": {"waited": 0, "overdue": 0},

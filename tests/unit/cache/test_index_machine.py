@@ -35,6 +35,7 @@ class Model:
     keys: dict[int, BlockKey] = field(default_factory=dict)
     stores: set[int] = field(default_factory=set)
     pins: list[int] = field(default_factory=lambda: [0] * NUM_SLOTS)
+    bad: set[int] = field(default_factory=set)
     order: list[int] = field(default_factory=list)
     evictions: int = 0
 
@@ -163,7 +164,7 @@ class IndexMachine(RuleBasedStateMachine):
         model.make_newest([slot for slot in last if model.states[slot] is SlotState.READY])
         for slot in last:
             if model.states[slot] is SlotState.DOOMED:
-                model.states[slot] = SlotState.FREE
+                model.states[slot] = SlotState.QUARANTINED if slot in model.bad else SlotState.FREE
 
     @rule(slots=SLOTS)
     def touch(self, slots: list[int]) -> None:
@@ -188,6 +189,22 @@ class IndexMachine(RuleBasedStateMachine):
         for slot in keyed:
             self.model.doom(slot)
 
+    @precondition(lambda self: self.loads and len(self.model.bad) < 2)
+    @rule(choice=CHOICE)
+    def quarantine(self, choice: random.Random) -> None:
+        slots = choice.choice(self.loads)[:1]
+        keyed = [slot for slot in slots if slot in self.model.keys]
+        assert self.index.quarantine(slots) == [self.model.keys[slot] for slot in keyed]
+        self.model.bad.update(slots)
+        for slot in keyed:
+            self.model.doom(slot)
+
+    @rule(slot=st.integers(0, NUM_SLOTS - 1))
+    def quarantine_what_no_load_reads(self, slot: int) -> None:
+        if self.model.pins[slot] == 0:
+            with pytest.raises(AssertionError):
+                self.index.quarantine([slot])
+
     @precondition(lambda self: SlotState.FREE not in self.model.states)
     @rule()
     def reset(self) -> None:
@@ -207,7 +224,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert [index.slot_state(slot) for slot in range(NUM_SLOTS)] == model.states
         assert [index.pins_of(slot) for slot in range(NUM_SLOTS)] == model.pins
         assert {slot: index.key_of(slot) for slot in model.keys} == model.keys
-        counts = [index.free, index.writing, index.ready, index.doomed]
+        assert index.quarantined == len(model.bad)
+        out_of_use = index.quarantined - sum(model.states[slot] is SlotState.DOOMED for slot in model.bad)
+        counts = [index.free, index.writing, index.ready, index.doomed, out_of_use]
         assert counts == [model.count(state) for state in SlotState]
         assert sum(counts) == NUM_SLOTS
         assert index.pinned == sum(pins > 0 for pins in model.pins)

@@ -7,10 +7,12 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from kvortex.config import verify
 from kvortex.config.arguments import split_arguments
 from kvortex.config.checks import problems
 from kvortex.config.listen import check_port_is_free
@@ -98,6 +100,29 @@ def test_a_ram_cache_below_one_block_names_the_least_size(tmp_path: Path, tp: in
 def test_a_model_that_is_not_understood_is_left_to_the_connector(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert found(sets=("kv_cache.ram_cache_size=1",), model=str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"),
+    [("4.0.0", None), ("10.2", None), ("3.8.2", "xxhash 3.8.2 is installed"), (None, "is not installed")],
+)
+def test_what_verifies_blocks_is_looked_for_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, says: str | None
+) -> None:
+    def version(name: str) -> str:
+        assert name == "xxhash"
+        if installed is None:
+            raise metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(verify.metadata, "version", version)
+    for mode in ("sample", "all"):
+        problem = "".join(found(sets=(f"kv_cache.verify={mode}",)))
+        assert problem.startswith("--set kv_cache.verify: kv_cache.verify: ") == bool(says)
+        assert (says or "") in problem
+        assert ("pip install 'xxhash>=4'" in problem) == bool(says)
+    assert found(sets=("kv_cache.verify=off",)) == []
+    assert found(sets=("kv_cache.verify=all", "kv_cache.backend=none")) == []
 
 
 def for_log(path: Path) -> list[str]:

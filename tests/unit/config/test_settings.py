@@ -51,6 +51,7 @@ def test_the_defaults_are_the_documented_ones_in_base_units() -> None:
         "transfer_timeout": 30.0,
         "request_log": None,
         "request_log_size": 256_000_000,
+        "verify": "off",
     }
 
 
@@ -94,6 +95,7 @@ WRONG = {
     "transfer_timeout": [0, "0s", -1, None, True],
     "request_log": ["", "  ", 1, True, [], "a\0b", "~nobody-of-this-name/log"],
     "request_log_size": [0, "999999", "1kB", None, True, "256M"],
+    "verify": ["ALL", "on", True, None, 0, 1, ""],
 }
 
 
@@ -119,10 +121,15 @@ def test_a_bad_value_is_refused_by_key_at_its_place(key: str, value: object) -> 
         ("prefetch_enabled", False),
         ("request_log", None),
         ("request_log_size", 10**6),
+        ("verify", "all"),
     ],
 )
 def test_a_value_at_the_edge_of_its_range_is_fine_by_itself(key: str, value: object) -> None:
     check_value(key, value, place=PLACE, available_ram_bytes=RAM)
+
+
+def test_off_is_off_however_yaml_reads_it() -> None:
+    assert read(verify=False).verify == read(verify="off").verify == "off"
 
 
 def test_every_key_has_a_bad_value_in_this_test() -> None:

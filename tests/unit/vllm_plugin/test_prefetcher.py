@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvortex.cache.index import KeyState
 from kvortex.cache.prefetch.budget import Cause
 from kvortex.cache.sessions.rhythm import HABITS
 from kvortex.cache.sessions.session import Scope
@@ -178,6 +179,21 @@ def test_a_failed_load_publishes_nothing_and_leaks_nothing() -> None:
     assert snapshot["tiers"]["ram"]["pinned_blocks"] == 0
     assert snapshot["prefetch"]["wasted_blocks"] == snapshot["prefetch"]["issued_blocks"] > 0
     assert snapshot["failures"]["load"] > 0
+
+
+def test_a_block_that_has_changed_in_ram_is_not_published_and_its_slot_is_out_of_use() -> None:
+    engine = expecting_returns(verify="all")
+    a_lost_session(engine)
+    index, key = engine.side._index, block_key(hashes_of(1, 1)[0], 0)
+    (slot,) = index.ready_slots([key]).values()
+    engine.corrupt.add(slot)
+    prefetched(engine)
+    snapshot = engine.side.snapshot()
+    assert snapshot["verify"]["corrupt_blocks"] == snapshot["tiers"]["ram"]["quarantined_blocks"] == 1
+    assert index.state_of(key) is KeyState.ABSENT
+    assert in_vram(engine, 1, 20) == 0
+    assert engine.pool.get_num_free_blocks() == 60
+    assert snapshot["tiers"]["ram"]["pinned_blocks"] == 0
 
 
 def test_a_request_waits_for_the_chunk_on_its_way_and_loads_the_rest_itself() -> None:

@@ -36,7 +36,7 @@ class Server:
 
     def __init__(self, policy: EvictionPolicy, ram_blocks: int, clock: FakeClock) -> None:
         facts = SimpleNamespace(
-            settings=SimpleNamespace(transfer_timeout=30.0, prefetch_enabled=False),
+            settings=SimpleNamespace(transfer_timeout=30.0, prefetch_enabled=False, verify="off"),
             watermarks=Watermarks(threshold=0.0, target=0.0, batch_blocks=VRAM_BLOCKS, idle_after_s=30.0),
             num_ranks=1,
             rank_block_bytes=1,

@@ -33,7 +33,7 @@ class Server:
     def __init__(self, vram: int, ram: int, threshold: float = 0.8) -> None:
         self.clock = FakeClock()
         facts = SimpleNamespace(
-            settings=SimpleNamespace(transfer_timeout=30.0, prefetch_enabled=False),
+            settings=SimpleNamespace(transfer_timeout=30.0, prefetch_enabled=False, verify="off"),
             watermarks=Watermarks(threshold, threshold, batch_blocks=vram, idle_after_s=30.0),
             num_ranks=1,
             rank_block_bytes=1,
