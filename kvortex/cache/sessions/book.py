@@ -270,8 +270,8 @@ class SessionBook:
             assert lost.keys() <= self._silent[group].keys(), group
         for groups in (self._silent, self._lost):
             assert all(groups.values()), "a group without a session"
-            for group in groups.values():
-                since = [session.silent_since for session in group.values()]
+            for sessions in groups.values():
+                since = [session.silent_since for session in sessions.values()]
                 assert groups is self._lost or since == sorted(since), since
         assert self._num_keys == sum(len(s.keys) for s in self._sessions.values())
         assert set(self._ending) <= {key for s in self._sessions.values() for key in s.ends}
