@@ -107,6 +107,19 @@ class Engine:
         """What vLLM's pool would find."""
         return {block.block_hash for block in self.pool.blocks if block.block_hash is not None}
 
+    @contextmanager
+    def matches(self) -> Iterator[list[tuple[int | None, bool]]]:
+        """What KVortex answers meanwhile when vLLM asks what of a prompt it has."""
+        answers: list[tuple[int | None, bool]] = []
+        match = self.connector.get_num_new_matched_tokens
+
+        def told(*asked: Any) -> tuple[int | None, bool]:
+            answers.append(match(*asked))
+            return answers[-1]
+
+        with patch.object(self.connector, "get_num_new_matched_tokens", told):
+            yield answers
+
     def settle(self, within_s: float = 30.0) -> None:
         """Steps until no copy is unanswered; at once where the test ends copies by hand."""
         deadline = time.monotonic() + within_s

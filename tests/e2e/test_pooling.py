@@ -58,7 +58,9 @@ def test_embeddings_of_every_token_are_complete_and_equal(embedder):
         right = ask_all(plain, "token_embed")
     with engine(embedder, WRITE_THROUGH, **options("token_embed")) as vllm:
         for _ in range(2):
-            every = ask_all(vllm, "token_embed")
+            with vllm.matches() as matches:
+                every = ask_all(vllm, "token_embed")
+            assert set(matches) == {(0, False)}
             assert [len(tokens) for tokens in every] == [600, 600]
             assert every == right
             evict_vram(vllm, "token_embed")
