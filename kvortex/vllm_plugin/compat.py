@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import vllm
@@ -50,6 +50,10 @@ REPORTS_FAILED_REQUESTS = hasattr(connector_base, "KVConnectorTransferResults")
 _TENSORS_PLACED_BY_STRIDE = "layer_stride" in {f.name for f in fields(KVCacheTensor)}
 
 
+RUN_WITHOUT: Final = "run this model without KVortex: kv_cache.backend: none (or leave --kv-transfer-config out)"
+"""What always helps against a refusal."""
+
+
 def check_version() -> None:
     """Raises UnfitError when the vLLM imported is outside the supported range."""
     check_supported(str(vllm.__version__))
@@ -59,8 +63,10 @@ def group_shapes(kv_cache_config: KVCacheConfig) -> list[GroupShape]:
     """The KV groups as the prefix matcher needs them.
 
     Raises:
-        UnfitError: a group's attention is of a kind whose blocks KVortex cannot restore.
+        UnfitError: there are none, or a group's attention is of a kind whose blocks KVortex cannot restore.
     """
+    if not kv_cache_config.kv_cache_tensors:
+        raise UnfitError("KVortex has nothing to keep: this model has no KV cache", hint=RUN_WITHOUT)
     shapes = [
         GroupShape(i, int(_uniform(group.kv_cache_spec).block_size), _window(_uniform(group.kv_cache_spec)))
         for i, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -69,7 +75,7 @@ def group_shapes(kv_cache_config: KVCacheConfig) -> list[GroupShape]:
     if several and not REPORTS_FAILED_REQUESTS:
         raise UnfitError(
             f"vLLM {vllm.__version__} cannot recompute a failed load of a model with several KV groups",
-            hint="use a newer vLLM, or run this model without KVortex: kv_cache.backend: none",
+            hint=f"use a newer vLLM, or {RUN_WITHOUT}",
         )
     return shapes
 
@@ -90,7 +96,7 @@ def _window(spec: KVCacheSpec) -> int | None:
         return None
     raise UnfitError(
         f"KVortex cannot restore the KV of {name} layers",
-        hint="run this model without KVortex: kv_cache.backend: none (or leave --kv-transfer-config out)",
+        hint=RUN_WITHOUT,
     )
 
 

@@ -86,10 +86,13 @@ def engine_facts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Eng
             f"{parallel.pipeline_parallel_size})",
             hint="use tensor_parallel_size, or run without KVortex: kv_cache.backend: none",
         )
+    # In workers too: they come first, and would take all the RAM before the scheduler side refuses the model.
+    compat.group_shapes(kv_cache_config)
     if not vllm_config.cache_config.enable_prefix_caching:
         raise UsageError(
             "KVortex finds blocks by vLLM's prefix hashes, and prefix caching is off",
-            hint="leave --no-enable-prefix-caching out",
+            hint="leave --no-enable-prefix-caching out; where it was not given, vLLM turned prefix caching off itself, "
+            f"for this model or machine: {compat.RUN_WITHOUT}",
         )
     settings = KVCacheSettings.from_extra_config(
         transfer.kv_connector_extra_config, available_ram_bytes=usable_ram_bytes()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +15,9 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, has_kv_transfer_group
+from vllm.model_executor.models import registry
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.core.block_pool import BlockPool
 
 from kvortex.cache.costs import StepCosts
 from kvortex.transfer.base import CopyEngine, KVLayout
@@ -26,6 +31,14 @@ BLOCK_BYTES = 3 * 2 * 32 * 2 * BLOCK_SIZE
 """Of the tiny Llama: 3 layers, K and V, one head of 32, bf16."""
 
 WRITE_THROUGH = {"offload_threshold": 0.0}
+
+# vLLM expects one engine a process. It would import itself again, in another process, for each new architecture, and
+# would wrap its kernels for each engine, which fails once numba's modules are there.
+registry._run_in_subprocess = lambda look: look()
+CpuPlatform.register_triton_kernel_overrides = classmethod(cache(CpuPlatform.register_triton_kernel_overrides.__func__))
+
+gc.collect()
+gc.freeze()  # what is imported stays, and need not be looked through at the end of each engine
 
 MakeEngine = Callable[[KVLayout, HostSlab], CopyEngine]
 
@@ -69,14 +82,43 @@ class Engine:
             for o in outputs
         ]
 
-    def evict_vram(self) -> None:
-        """Pushes unrelated prompts until nothing of earlier ones is left in vLLM's pool; a reset would empty RAM."""
+    def evict_vram(self, push: Callable[[list[int]], object] | None = None) -> None:
+        """Pushes unrelated prompts until nothing of earlier ones is left in vLLM's pool; a reset would empty RAM.
+
+        Args:
+            push: for a model that does not generate.
+        """
+        push = push or (lambda tokens: self.ask(tokens, greedy(1)))
         if self.scheduler.connector is not None:
             self.settle()  # a store under way would lose its block
-        pool = self.scheduler.kv_cache_manager.block_pool
-        tokens = (pool.num_gpu_blocks - 2) * BLOCK_SIZE
-        self.ask(prompt(random.randrange(10**9), min(tokens, 1000)), greedy(1))
-        self.ask(prompt(random.randrange(10**9), min(tokens, 1000)), greedy(1))
+        tokens = (self.pool.num_gpu_blocks - 2) * int(self.core.vllm_config.cache_config.block_size)
+        old = self.cached_hashes()
+        for _ in range(50):
+            if not old & self.cached_hashes():
+                return
+            push(prompt(random.randrange(10**9), min(tokens, 1000)))
+        raise AssertionError("earlier blocks stay in VRAM")
+
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def cached_hashes(self) -> set[Any]:
+        """What vLLM's pool would find."""
+        return {block.block_hash for block in self.pool.blocks if block.block_hash is not None}
+
+    @contextmanager
+    def matches(self) -> Iterator[list[tuple[int | None, bool]]]:
+        """What KVortex answers meanwhile when vLLM asks what of a prompt it has."""
+        answers: list[tuple[int | None, bool]] = []
+        match = self.connector.get_num_new_matched_tokens
+
+        def told(*asked: Any) -> tuple[int | None, bool]:
+            answers.append(match(*asked))
+            return answers[-1]
+
+        with patch.object(self.connector, "get_num_new_matched_tokens", told):
+            yield answers
 
     def settle(self, within_s: float = 30.0) -> None:
         """Steps until no copy is unanswered; at once where the test ends copies by hand."""
@@ -99,7 +141,7 @@ class Engine:
 
     @property
     def free_blocks(self) -> int:
-        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return self.pool.get_num_free_blocks()
 
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
@@ -150,11 +192,25 @@ def engine(
     assert not has_kv_transfer_group(), "vLLM keeps one connector a process: another engine is still running"
     # What a busy machine takes for a step must not decide what a test loads.
     with replaced, patch.object(StepCosts, "saw", lambda *_: None):
-        llm = LLM(model, **{**arguments, **options})
+        llm = None
         try:
+            with _uncollected():
+                llm = LLM(model, **{**arguments, **options})
             yield Engine(llm)
         finally:
-            llm.llm_engine.engine_core.shutdown()
-            ensure_kv_transfer_shutdown()
+            with _uncollected():
+                if llm is not None:  # a start may have been refused half way
+                    llm.llm_engine.engine_core.shutdown()
+                ensure_kv_transfer_shutdown()
+                cleanup_dist_env_and_memory()
             del llm
-            cleanup_dist_env_and_memory()
+            gc.collect()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """vLLM goes through all that is imported eight times for each engine, which takes longer than all the rest."""
+    names = ("collect", "freeze", "unfreeze")
+    nothing = {name: lambda *_: 0 for name in names}
+    with patch.multiple(gc, **nothing):
+        yield

@@ -8,7 +8,6 @@ from kvortex.messages import Direction
 from kvortex.transfer.base import KVLayout
 from kvortex.transfer.cpu import CpuCopyEngine, HostMover
 from tests.e2e.engine import BLOCK_BYTES, BLOCK_SIZE, WRITE_THROUGH, engine, greedy, prompt
-from tests.e2e.tiny_models import save_model
 from tests.fakes.copy_engines import ZeroLoadEngine
 
 CONVERSATIONS = [prompt(seed, 600) for seed in range(4)]
@@ -115,34 +114,6 @@ def test_a_batch_of_requests_with_a_shared_prefix_loads_it_once(tiny_llama):
         assert [tokens for tokens, _ in together] == [tokens for tokens, _ in right]
         loaded = vllm.stats()["load"]["blocks"] - before
         assert 16 <= loaded < 2 * 16, "the prefix is 16 blocks"
-
-
-@pytest.mark.parametrize("family", ["mistral", "mistral-sliding", "qwen2", "gpt-neox"])
-def test_other_architectures_answer_as_without_kvortex(tmp_path, family):
-    model = str(save_model(family, tmp_path / family))
-    prompts = CONVERSATIONS[:3]
-    with engine(model, None) as plain:
-        right = [plain.ask(tokens) for tokens in prompts]
-    settings = {**WRITE_THROUGH, "ram_cache_size": 20_000_000}
-    with engine(model, settings) as vllm:
-        for _ in range(3):
-            assert [vllm.ask(tokens) for tokens in prompts] == right
-            vllm.evict_vram()
-        assert vllm.stats()["tokens"]["ram_hit"] > 0
-
-
-def test_several_kv_groups_answer_as_without_kvortex(tmp_path):
-    """Layers with and without a sliding window: two groups share vLLM's pool and its hashes."""
-    model = str(save_model("gemma-hybrid", tmp_path / "hybrid"))
-    prompts = CONVERSATIONS[:3]
-    with engine(model, None, num_blocks=80) as plain:
-        right = [plain.ask(tokens) for tokens in prompts]
-        assert len(plain.scheduler.kv_cache_config.kv_cache_groups) > 1
-    with engine(model, {**WRITE_THROUGH, "ram_cache_size": 20_000_000}, num_blocks=80) as vllm:
-        for _ in range(3):
-            assert [vllm.ask(tokens) for tokens in prompts] == right
-            vllm.evict_vram()  # also waits for stores: a busy machine may be too slow to copy all in time
-        assert vllm.stats()["tokens"]["ram_hit"] > 0
 
 
 def test_a_request_that_ends_in_the_step_that_loads_is_counted_like_others(tiny_llama):

@@ -210,14 +210,15 @@ class SkippingMover:
 
 
 class ZeroLoadMover:
-    """Stores as it should; a load fills the GPU blocks with zeros."""
+    """Stores as it should; a load fills the GPU blocks with zeros, while `zeros` is set."""
 
-    def __init__(self, layout: KVLayout, slab: HostSlab) -> None:
+    def __init__(self, layout: KVLayout, slab: HostSlab, *, zeros: bool = True) -> None:
         self._inner = HostMover(layout, slab)
         self._regions = layout.regions
+        self.zeros = zeros
 
     def copy_piece(self, direction: Direction, gpu_blocks: IntArray, slots: IntArray) -> None:
-        if direction is Direction.STORE:
+        if direction is Direction.STORE or not self.zeros:
             self._inner.copy_piece(direction, gpu_blocks, slots)
             return
         for region in self._regions:
