@@ -43,7 +43,9 @@ def api_keys(args: Namespace) -> list[str]:
 
 def check_api_key(request: Request) -> None:
     """The same key as for `/v1`, compared in constant time."""
-    digests: list[bytes] = getattr(request.app.state, "kvortex_api_keys", [])
+    digests: list[bytes] | None = getattr(request.app.state, "kvortex_api_keys", None)
+    if digests is None:
+        raise HTTPException(status_code=503, detail="the server is starting")
     if not digests:
         return
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
