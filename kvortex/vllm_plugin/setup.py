@@ -136,7 +136,8 @@ def _namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Names
     }
     return Namespace(
         model=str(model.model),
-        revision=str(model.revision or ""),
+        revision=str(getattr(model.hf_config, "_commit_hash", None) or model.revision or ""),
+        config=str(model.hf_config.to_json_string(use_diff=False)),
         weights=fingerprint_weights(Path(model.model)),
         dtype=str(model.dtype),
         kv_cache_dtype=str(cache.cache_dtype),
