@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -72,6 +73,27 @@ def test_a_second_server_of_one_engine_id_is_refused_with_the_process_that_has_i
         StatsServer(engine_id, {"stats": lambda: {"n": 2}})
     assert "engine_id" in refused.value.hint
     assert ask_engine(engine_id, "stats") == {"n": 1}
+
+
+def test_of_two_that_start_at_once_one_has_the_id_each_time():
+    """Field trial B67: 20 tries."""
+    for number in range(20):
+        name = f"test-{uuid.uuid4().hex}"
+        both = threading.Barrier(2)
+
+        def start(answer: int, name: str = name, both: threading.Barrier = both) -> StatsServer | UsageError:
+            both.wait(10)
+            try:
+                return StatsServer(name, {"stats": lambda: {"n": answer}})
+            except UsageError as refused:
+                return refused
+
+        with ThreadPoolExecutor(2) as pool:
+            started = list(pool.map(start, (1, 2)))
+        running = [server for server in started if isinstance(server, StatsServer)]
+        assert len(running) == 1, (number, started)
+        assert ask_engine(name, "stats") == {"n": 1 + started.index(running[0])}
+        running[0].close()
 
 
 def test_two_servers_do_not_meet_and_one_that_ends_leaves_the_other(engine_id):
