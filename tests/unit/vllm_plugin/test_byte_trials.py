@@ -178,6 +178,7 @@ def test_a_block_being_written_is_neither_found_nor_written_twice(make: Made, fa
     index = vllm.side._index
     for name in ("second", "third"):
         again = mini.request(name, asked.block_hashes)
+        again.skip_reading_prefix_cache = name == "third"  # it computes the same blocks once more, in others of VRAM
         vllm.submit(again)
         for _ in range(3):
             vllm.step()
