@@ -207,8 +207,10 @@ def test_what_the_routes_are_sent_is_no_error_of_the_servers_own(server):
             assert 400 <= server.client.get(f"{path}?{query}").status_code < 500, (path, query[:40])
     # A name that cannot go to the engine is no name, and the request is served.
     body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 1, "prompt_cache_key": "\ud800"})
-    assert server.client.post("/v1/completions", content=body).status_code == 200
-    assert 400 <= server.client.post("/v1/completions", content=b'{"session_id": ' + deep).status_code < 500
+    as_json = {"Content-Type": "application/json"}
+    assert server.client.post("/v1/completions", content=body, headers=as_json).status_code == 200
+    too_deep = server.client.post("/v1/completions", content=b'{"session_id": ' + deep, headers=as_json)
+    assert 400 <= too_deep.status_code < 500
     assert server.client.get("/health").status_code == 200
 
 
