@@ -11,6 +11,9 @@ Our own bugs are assertions with numbers; faults at run time are counted misses,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+_MOST_CHARACTERS: Final = 800
 
 
 class KVortexError(Exception):
@@ -33,9 +36,24 @@ class KVortexError(Exception):
 
 
 class UsageError(KVortexError):
-    """The command line or the configuration asks for something that cannot be."""
+    """The command line or the configuration asks for something that cannot be.
+
+    What was written may be anything: its message and its hint are one printable line each, whatever they quote.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(_one_line(message), hint=None if hint is None else _one_line(hint))
+
+
+def _one_line(text: str) -> str:
+    """A terminal's control characters are spelled out, and a long quotation loses its middle."""
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[: _MOST_CHARACTERS // 2]} [...] {text[-_MOST_CHARACTERS // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @dataclass(frozen=True, slots=True)

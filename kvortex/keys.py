@@ -24,6 +24,10 @@ GROUP_BYTES = 4
 MIN_HASH_BYTES = 16
 """Under 128 bits, two prompts of different users could meet in one block."""
 
+COLLISION_RESISTANT = frozenset({"sha256", "sha256_cbor"})
+"""vLLM's names of the hashes with which nobody can make two prompts meet. Of others, such as xxhash, an attacker may
+find two that do, and have another user's request answered from the block of his own."""
+
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
 
@@ -89,6 +93,7 @@ class Namespace:
     Attributes:
         model: name or path, as given to vLLM.
         revision: the commit on the hub; "" for a local path.
+        config: the model's effective configuration, overrides included, as JSON.
         weights: from `fingerprint_weights`, where the weights are local.
         dtype: the model's effective dtype, never "auto".
         kv_cache_dtype: as configured; "auto" follows `dtype`.
@@ -102,6 +107,7 @@ class Namespace:
 
     model: str
     revision: str
+    config: str = ""
     weights: tuple[WeightFile, ...] = ()
     dtype: str
     kv_cache_dtype: str

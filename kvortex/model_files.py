@@ -111,7 +111,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelUnavailableError(f"{path.parent} has no {path.name}", Reason.NO_CONFIG) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelUnavailableError(f"{path} cannot be read: {error}", Reason.NO_CONFIG) from None
     if not isinstance(parsed, dict):
         raise ModelUnavailableError(f"{path} is no JSON object", Reason.NO_CONFIG)
@@ -122,8 +122,13 @@ def _weight_bytes(directory: Path) -> int | None:
     """Bytes of the safetensors weights, once each; None when they are not all there."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        shards = set(_read_json(index).get("weight_map", {}).values())
-        files = [directory / str(shard) for shard in sorted(shards)]
+        shards = _read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            return None
+        names = {Path(str(shard)) for shard in shards.values()}
+        if any(name.is_absolute() or ".." in name.parts for name in names):
+            return None  # not the model's own files
+        files = [directory / name for name in sorted(names)]
     else:
         # A consolidated.safetensors beside this one would be the same weights again.
         files = [directory / "model.safetensors"]

@@ -31,8 +31,12 @@ _SECONDS: Final = {
     "h": Fraction(3600),
     "": Fraction(1),
 }
-_NUMBER_AND_UNIT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z%]*)")
+# No quantity has more digits, and some hundred are more than a float takes.
+_NUMBER_AND_UNIT: Final = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?) ?([A-Za-z%]*)")
 _MAX_BYTES: Final = 2**63 - 1
+MOST_BITS: Final = 64
+"""Of a whole number in a configuration; Python refuses to write out one of several thousand digits."""
+
 _MAX_SECONDS: Final = 365 * 24 * 3600
 _SIZE_HINT: Final = "a size is a number and a unit, such as 128GB (10^9 bytes) or 128GiB (2^30 bytes)"
 _DURATION_HINT: Final = "a duration is a number and a unit, such as 30s, 500ms, 2m or 1h"
@@ -55,6 +59,8 @@ def describe(value: object) -> str:
             return "a list"
         case dict():
             return "a mapping"
+        case int() if value.bit_length() > MOST_BITS:
+            return f"a number of more than {MOST_BITS} bits"
         case _:
             return f"{value}"
 
@@ -73,6 +79,8 @@ def parse_size(value: object, *, of: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise BadValueError(f"{describe(value)} is not a size", hint=_SIZE_HINT)
     num_bytes = value if isinstance(value, int) else _size_of_text(value.strip(), of)
+    if num_bytes.bit_length() > MOST_BITS:
+        raise BadValueError(f"{describe(value)} is more memory than any machine has", hint=_SIZE_HINT)
     if num_bytes <= 0:
         raise BadValueError(f"a size of {value} is not more than zero bytes", hint=_SIZE_HINT)
     if num_bytes > _MAX_BYTES:
@@ -137,6 +145,8 @@ def parse_duration(value: object) -> float:
         if match is None or match[2] not in _SECONDS:
             raise BadValueError(f"{value!r} is not a duration", hint=_DURATION_HINT)
         seconds = float(Fraction(match[1]) * _SECONDS[match[2]])
+    elif isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise BadValueError(f"{describe(value)} is not a duration between 0 and a year", hint=_DURATION_HINT)
     else:
         seconds = float(value)
     if not 0 <= seconds <= _MAX_SECONDS:

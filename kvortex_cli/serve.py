@@ -86,7 +86,7 @@ def serve(
 
 def _show(command_line: CommandLine, environment: Mapping[str, str], *, as_json: bool) -> None:
     """Prints what would be served; what this machine lacks for it is a warning, so it works on a laptop."""
-    from kvortex.config.checks import allocator_problem, problems
+    from kvortex.config.checks import allocator_problem, cautions, problems
     from kvortex.config.resolve import resolve
     from kvortex.config.vllm_install import installed_vllm, required_vllm
     from kvortex.errors import UnfitError
@@ -101,14 +101,15 @@ def _show(command_line: CommandLine, environment: Mapping[str, str], *, as_json:
         required_vllm()
     except UnfitError as unfit:
         report("warning", unfit.message, unfit.hint)
-    for problem in filter(None, (allocator_problem(resolved, environment), *problems(resolved, machine, install))):
+    found = (allocator_problem(resolved, environment), *problems(resolved, machine, install), *cautions(resolved))
+    for problem in filter(None, found):
         report("warning", problem.message, problem.hint)
     (print_json if as_json else print_table)(resolved, environment)
 
 
 def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoReturn:
     """Checks what would fail late, then becomes the server."""
-    from kvortex.config.checks import allocator_problem, find_model, problems, shared_memory_problem
+    from kvortex.config.checks import allocator_problem, cautions, find_model, problems, shared_memory_problem
     from kvortex.config.command_line import vllm_command
     from kvortex.config.resolve import resolve
     from kvortex.config.vllm_install import installed_vllm, required_vllm
@@ -132,6 +133,8 @@ def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoRetur
     # Last: it may ask the Hub.
     for problem in problems(resolved, machine, install, find_model(resolved, environment)):
         raise problem
+    for caution in cautions(resolved):
+        report("warning", caution.message, caution.hint)
     report("kvortex", f"serving {resolved.model.value if resolved.model else ''} {_in_short(resolved, install)}")
     sys.stdout.flush()
     sys.stderr.flush()

@@ -47,7 +47,7 @@ def fetch(url: str, path: str, api_key: str | None) -> dict[str, Any]:
         raise ServerError(f"{base}{path} answers {response.status_code}: {_detail(response.text)}")
     try:
         document = response.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ServerError(f"{base}{path} does not answer with JSON", hint="is this a vLLM server?") from error
     if not isinstance(document, dict):
         raise ServerError(f"{base}{path} answers with something else than statistics")
@@ -57,5 +57,5 @@ def fetch(url: str, path: str, api_key: str | None) -> dict[str, Any]:
 def _detail(body: str) -> str:
     try:
         return str(json.loads(body)["detail"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return body[:200]

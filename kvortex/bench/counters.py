@@ -119,7 +119,7 @@ def of_kvortex(document: str) -> Counters | None:
             Tiers(int(stats["tiers"]["vram"]["capacity_bytes"]), int(stats["tiers"]["ram"]["capacity_bytes"])),
             _prefetched(stats),
         )
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
 
 

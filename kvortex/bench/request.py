@@ -192,7 +192,7 @@ class _Reading:
             try:
                 chunk = json.loads(value)
                 error = self._take(chunk)
-            except (ValueError, LookupError, TypeError, AttributeError) as problem:
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
                 return self.failed(FailureKind.NOT_UNDERSTOOD, f"{type(problem).__name__}: {problem} in {value}")
             if error is not None:
                 return self.failed(FailureKind.ERROR_IN_STREAM, error)
@@ -245,5 +245,5 @@ def message_of(body: str) -> str:
         document = json.loads(body)
         error = document.get("error", document.get("detail", document))
         return str(error["message"] if isinstance(error, dict) and "message" in error else error)[:_MAX_DETAIL]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return body.strip()[:_MAX_DETAIL]

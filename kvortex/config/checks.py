@@ -15,12 +15,14 @@ from kvortex.config.verify import check_can_verify
 from kvortex.config.vllm_install import VllmInstall
 from kvortex.config.vllm_options import vllm_options
 from kvortex.errors import ConfigError, KVortexError, UnfitError, UsageError
+from kvortex.keys import COLLISION_RESISTANT
 from kvortex.kv_shape import KVShape, read_kv_shape
 from kvortex.model_files import ModelFiles, ModelUnavailableError, Reason, read_model_files
 from kvortex.sizes import format_bytes
 
 # vLLM's queue to its workers, in every supported release: ten chunks of 16 MiB unless the variable says otherwise.
 _VLLM_QUEUE_BYTES: Final = 10 * 16 * 2**20
+_HASH: Final = "prefix_caching_hash_algo"
 _VLLM_QUEUE_VARIABLE: Final = "VLLM_MQ_MAX_CHUNK_BYTES_MB"
 _CERTAIN: Final = frozenset({Reason.NOT_FOUND, Reason.NO_TOKEN, Reason.NO_ACCESS, Reason.BAD_TOKEN, Reason.OFFLINE})
 
@@ -47,6 +49,17 @@ def problems(
             has = f"{option.since} is the first" if option.since else f"{option.until} is the last"
             place = resolved.place_of(option.name)
             yield ConfigError(place, f"vLLM {install.version} has no option {option.flag}", hint=f"vLLM {has} with it")
+
+
+def cautions(resolved: ResolvedConfig) -> Iterator[ConfigError]:
+    """What may be served so, and better not where users do not trust each other."""
+    algorithm = resolved.vllm_value(_HASH, None)
+    if resolved.uses_kvortex and algorithm is not None and algorithm not in COLLISION_RESISTANT:
+        yield ConfigError(
+            resolved.place_of(_HASH),
+            f"with {algorithm}, prompts can be made that share a block, and one user's be answered from another's",
+            hint="leave it out, unless all users trust each other",
+        )
 
 
 def find_model(resolved: ResolvedConfig, environment: Mapping[str, str]) -> ModelFiles | None:

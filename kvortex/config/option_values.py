@@ -20,6 +20,7 @@ from kvortex.config.vllm_options import Kind, ValueType, VllmOption
 from kvortex.config.yaml_file import Entry
 from kvortex.sizes import BadValueError, describe
 
+_MOST_DIGITS = 40
 _WANTED = {
     ValueType.INT: "a whole number",
     ValueType.FLOAT: "a number",
@@ -89,11 +90,13 @@ def from_text(option: VllmOption, text: str) -> Any:
     if option.type is ValueType.FLOAT:
         return _number(text, float, option)
     if option.type is ValueType.COUNT:
-        return int(text) if text.isascii() and text.isdigit() else text
+        return int(text) if text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS else text
     if option.type is ValueType.JSON and text.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(text)
-        except json.JSONDecodeError as error:
+        except RecursionError:
+            raise BadValueError("is nested too deep") from None
+        except ValueError as error:
             raise BadValueError(f"is not JSON: {error}") from None
     return text
 
@@ -101,9 +104,10 @@ def from_text(option: VllmOption, text: str) -> Any:
 def _number(text: str, kind: type[int] | type[float], option: VllmOption) -> float:
     try:
         number = kind(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number) or "_" in text:
+        is_finite = math.isfinite(number)
+    except (ValueError, OverflowError):
+        number, is_finite = math.nan, False
+    if not is_finite or "_" in text:
         raise BadValueError(f"takes {_WANTED[option.type]}, not {describe(text)}")
     return number
 

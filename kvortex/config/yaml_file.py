@@ -14,6 +14,7 @@ from typing import Any, Final
 import yaml
 
 from kvortex.errors import ConfigError, Place
+from kvortex.sizes import MOST_BITS
 
 MAX_FILE_BYTES: Final = 2**20
 _MAX_DEPTH: Final = 32
@@ -183,9 +184,12 @@ class _EntryMaker:
             items = texts if len(texts) == len(entries) else None
             return Entry([entry.value for entry in entries], line + 1, items=items)
         try:
-            return Entry(self.scalars.construct_object(node), line + 1, text=node.value)
+            value = self.scalars.construct_object(node)
         except (ValueError, yaml.YAMLError):
             raise _RefusedError(line, f"{node.value!r} cannot be read", hint="put text in quotes") from None
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise _RefusedError(line, f"a number of more than {MOST_BITS} bits", hint="put text in quotes")
+        return Entry(value, line + 1, text=node.value)
 
     def _children(self, node: yaml.MappingNode) -> Iterator[tuple[str, Entry]]:
         lines: dict[str, int] = {}

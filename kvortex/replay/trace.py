@@ -132,7 +132,7 @@ def _open(path: Path) -> IO[str]:
 def _entry(line: str, place: Place) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(place, f"is not JSON: {error}", hint=_FORMAT_HINT) from None
     if not isinstance(entry, dict):
         raise ConfigError(place, "is not a JSON object", hint=_FORMAT_HINT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -136,7 +137,8 @@ def default_directory() -> Path:
 
 
 def file_name(gpu_uuid: str, version: str) -> str:
-    return f"tuning-{gpu_uuid}-{version}.json"
+    """Of the cached file, in its directory whatever the driver says."""
+    return re.sub(r"[^\w.-]", "_", f"tuning-{gpu_uuid}-{version}.json")
 
 
 def driver_version() -> str:
@@ -154,7 +156,7 @@ def read(path: Path) -> TransferTuning | None:
             if os.fstat(file.fileno()).st_uid != os.getuid():
                 return None
             return _parsed(json.load(file))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 
 

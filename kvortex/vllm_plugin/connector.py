@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from kvortex.cache.index import BlockIndex
 from kvortex.cache.policies import make_policy
 from kvortex.cache.usage import SlotUsage
+from kvortex.keys import COLLISION_RESISTANT
 from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin import compat
 from kvortex.vllm_plugin.logs import share_vllms_log
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
+
+UNSAFE_HASH = (
+    "prefix_caching_hash_algo is %s: who knows how can make two prompts that share a block, and have another user's "
+    "request answered from it. Where users do not trust each other, use sha256 or sha256_cbor."
+)
 
 
 @dataclass
@@ -86,6 +92,8 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
                 drop_last_block=compat.drops_last_block(vllm_config),
                 request_log=self._request_log,
             )
+            if facts.hash_algorithm not in COLLISION_RESISTANT:
+                logger.warning(UNSAFE_HASH, facts.hash_algorithm)
             if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(
                     "kv_load_failure_policy is %r: a failed load fails its request. `kvortex serve` sets it to "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 import secrets
 from argparse import Namespace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,7 +44,9 @@ def api_keys(args: Namespace) -> list[str]:
 
 def check_api_key(request: Request) -> None:
     """The same key as for `/v1`, compared in constant time."""
-    digests: list[bytes] = getattr(request.app.state, "kvortex_api_keys", [])
+    digests: list[bytes] | None = getattr(request.app.state, "kvortex_api_keys", None)
+    if digests is None:
+        raise HTTPException(status_code=503, detail="the server is starting")
     if not digests:
         return
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -132,14 +135,16 @@ class KVortexRoutes:
             REGISTRY.register(self._collector)
 
     def _join_multiprocess_metrics(self, app: FastAPI) -> None:
-        """With several HTTP processes, `/metrics` merges files, where a live collector has no place: give the mount a
-        registry that has both."""
+        """With several HTTP processes, `/metrics` merges files, where a live collector has no place: answer it from a
+        registry that has both, before vLLM's own routes of that path, of which there are two."""
+        if not any(getattr(route, "path", "") == "/metrics" for route in app.routes):
+            return
         registry = CollectorRegistry()
         multiprocess.MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         registry.register(self._collector)
-        for route in app.routes:
-            if isinstance(route, Mount) and route.path == "/metrics":
-                route.app = make_asgi_app(registry=registry)
+        mount = Mount("/metrics", make_asgi_app(registry=registry))
+        mount.path_regex = re.compile("^/metrics(?P<path>.*)$")  # as vLLM's: no redirect to /metrics/
+        app.router.routes.insert(0, mount)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """vLLM's engine is there: learns its name and the API keys."""

@@ -57,7 +57,7 @@ def with_session(body: bytes, header: str | None, caller: str) -> bytes:
     if any(marker in body for marker in _MARKERS):
         try:
             document = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return body
         if not isinstance(document, dict):
             return body
@@ -66,7 +66,7 @@ def with_session(body: bytes, header: str | None, caller: str) -> bytes:
         return body
     params = dict(given or {})
     name = params.get(SESSION_PARAM) or document.get(_NAMES[0]) or header or document.get(_NAMES[1])
-    if isinstance(name, str):
+    if isinstance(name, str) and _is_text(name):
         params[SESSION_PARAM] = name
     if caller or CALLER_PARAM in params:
         params[CALLER_PARAM] = caller  # never the client's own word
@@ -77,6 +77,15 @@ def with_session(body: bytes, header: str | None, caller: str) -> bytes:
         return body
     comma = b"," if stripped[1:-1].strip() else b""
     return stripped[:-1] + comma + b'"' + PARAMS.encode() + b'":' + json.dumps(params).encode() + b"}"
+
+
+def _is_text(name: str) -> bool:
+    """Whether it can go to the engine: half a character, which JSON can spell, cannot, and fails the request there."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 async def _whole_body(receive: Receive) -> bytes | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
 MOST_BODY_BYTES: Final = 4 << 20
 MOST_TOKENS: Final = 400_000
 MOST_SESSIONS: Final = 100
+_LARGEST_TOKEN: Final = 2**31 - 1
+_MOST_FAULTS: Final = 10
+_MOST_CHARACTERS: Final = 300
+
+TokenId = Annotated[int, Field(ge=0, le=_LARGEST_TOKEN, strict=True)]
 
 
 class PrefetchHint(BaseModel):
@@ -29,7 +35,7 @@ class PrefetchHint(BaseModel):
 
     session: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=10_000)] | None = None
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MOST_TOKENS)] | None = None
+    prompt: str | Annotated[list[TokenId], Field(max_length=MOST_TOKENS)] | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
@@ -45,7 +51,10 @@ def make_session_router(check_api_key: Callable[..., None], engines_of: Callable
     """The routes, behind the same key as `/v1`."""
     router = APIRouter(prefix="/kvortex", dependencies=[Depends(check_api_key)], tags=["kvortex"])
 
-    @router.post("/prefetch", status_code=202)
+    # The body is read here and not by FastAPI, which would read one of any size.
+    body = {"required": True, "content": {"application/json": {"schema": PrefetchHint.model_json_schema()}}}
+
+    @router.post("/prefetch", status_code=202, openapi_extra={"requestBody": body})
     async def prefetch(request: Request) -> dict[str, Any]:
         """Has the blocks of what is about to be asked for brought back to VRAM, where there is room for them."""
         engines = engines_of(request)
@@ -91,10 +100,10 @@ async def _read_hint(request: Request) -> PrefetchHint:
         return PrefetchHint.model_validate_json(bytes(body))
     except ValidationError as invalid:
         faults = [
-            {"where": ".".join(map(str, fault["loc"])), "what": fault["msg"]}
-            for fault in invalid.errors(include_url=False, include_input=False, include_context=False)
+            {"where": ".".join(map(str, fault["loc"]))[:_MOST_CHARACTERS], "what": fault["msg"][:_MOST_CHARACTERS]}
+            for fault in invalid.errors(include_url=False, include_input=False, include_context=False)[:_MOST_FAULTS]
         ]
-        raise HTTPException(422, faults[:10]) from invalid
+        raise HTTPException(422, faults) from invalid
 
 
 async def _tokens_of(request: Request, hint: PrefetchHint) -> list[int] | None:
@@ -107,11 +116,18 @@ async def _tokens_of(request: Request, hint: PrefetchHint) -> list[int] | None:
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     # Where the answer will begin, nothing is known yet.
     asked |= {"prompt": hint.prompt} if hint.messages is None else {"add_generation_prompt": False}
-    transport = httpx.ASGITransport(app=request.app)
-    key = {"Authorization": request.headers["authorization"]} if "authorization" in request.headers else {}
-    async with httpx.AsyncClient(transport=transport, base_url="http://kvortex", headers=key) as client:
-        answer = await client.post("/tokenize", json=asked, timeout=None)
+    try:
+        body = json.dumps(asked, allow_nan=False)
+    except ValueError:
+        raise HTTPException(422, "NaN and Infinity are no numbers of JSON") from None
+    # What vLLM cannot tokenize is the hint's fault, also where vLLM fails of it.
+    transport = httpx.ASGITransport(app=request.app, raise_app_exceptions=False)
+    headers = {"Content-Type": "application/json"}
+    if "authorization" in request.headers:
+        headers["Authorization"] = request.headers["authorization"]
+    async with httpx.AsyncClient(transport=transport, base_url="http://kvortex", headers=headers) as client:
+        answer = await client.post("/tokenize", content=body, timeout=None)
     if answer.status_code != 200:
-        raise HTTPException(422, f"the server cannot tokenize this: {answer.text[:300]}")
+        raise HTTPException(422, f"the server cannot tokenize this: {answer.text[:_MOST_CHARACTERS]}")
     tokens: list[int] = answer.json()["tokens"]
     return tokens

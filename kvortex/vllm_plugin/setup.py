@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,7 +145,8 @@ def _namespace(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Names
     }
     return Namespace(
         model=str(model.model),
-        revision=str(model.revision or ""),
+        revision=str(getattr(model.hf_config, "_commit_hash", None) or model.revision or ""),
+        config=json.dumps(model.hf_config.to_dict(), default=repr),
         weights=fingerprint_weights(Path(model.model)),
         dtype=str(model.dtype),
         kv_cache_dtype=str(cache.cache_dtype),

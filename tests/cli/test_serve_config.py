@@ -210,3 +210,11 @@ def test_a_variable_that_names_a_missing_file_is_told_by_its_name(
     result = kvortex("serve", "M", "--dry-run")
     assert result.code == 2
     assert result.err.startswith("error: KVORTEX_CONFIG: names gone.yaml, and there is no such file")
+
+
+@pytest.mark.parametrize(("algorithm", "warned"), [("xxhash", True), ("xxhash_cbor", True), ("sha256_cbor", False)])
+def test_a_hash_that_can_be_made_to_collide_is_warned_of(kvortex: Any, algorithm: str, warned: bool) -> None:
+    """Field trial B66."""
+    result = kvortex("serve", "m", "--prefix-caching-hash-algo", algorithm, "--dry-run")
+    assert result.code == 0
+    assert ("warning: --prefix-caching-hash-algo: with xxhash" in result.err) is warned

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,9 @@ KEY = "sk-TESTSECRET"
 """The API key of the servers that ask for one."""
 
 READY_WITHIN_S = 180.0
+_ACCEPTS = 0x10000
+"""The kernel's __SO_ACCEPTCON: somebody listens on this socket."""
+
 OPTIONS = (
     *("--max-model-len", "1152", "--num-gpu-blocks-override", "40", "--kv-cache-memory-bytes", "100000000"),
     *("--enforce-eager", "--host", "127.0.0.1", "--set", "kv_cache.block_size=32"),
@@ -46,6 +49,7 @@ class Server:
         command: Sequence[str] | None = None,
         options: Sequence[str] = (),
         prefetch: bool = False,
+        environment: Mapping[str, str] | None = None,
         log: Path,
     ) -> None:
         self.port = port or free_port()
@@ -57,6 +61,7 @@ class Server:
         self.command = [*(command or kvortex), "--port", str(self.port)]
         self.env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         self.env["VLLM_LOGGING_LEVEL"] = "INFO"
+        self.env.update(environment or {})
         if api_key is not None:
             self.env["VLLM_API_KEY"] = api_key
         self.client = httpx.Client(
@@ -96,6 +101,27 @@ class Server:
             return [top, *top.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
+
+    def listening(self) -> tuple[set[tuple[str, int]], set[str]]:
+        """What the server and all below it listen on: addresses and ports; paths of Unix sockets, `@` before a name
+        that is no file."""
+        inet: set[tuple[str, int]] = set()
+        inodes: set[str] = set()
+        for process in self.family():
+            for connection in process.net_connections(kind="inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    inet.add((connection.laddr.ip, connection.laddr.port))
+            for link in Path(f"/proc/{process.pid}/fd").iterdir():
+                try:
+                    inodes.add(str(link.readlink()))
+                except FileNotFoundError:
+                    continue  # closed meanwhile
+        unix = set()
+        for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+            fields = line.split(maxsplit=7)
+            if int(fields[3], 16) & _ACCEPTS and f"socket:[{fields[6]}]" in inodes:
+                unix.add(fields[7] if len(fields) > 7 else "")
+        return inet, unix
 
     def terminate(self, timeout_s: float = 30.0) -> int:
         family = self.family()
@@ -141,6 +167,7 @@ class Server:
         for line in self.client.get("/metrics").text.splitlines():
             if line.startswith("kvortex_"):
                 name, value = line.rsplit(" ", 1)
+                assert name not in samples, f"{name} is there twice"
                 samples[name] = float(value)
         return samples
 

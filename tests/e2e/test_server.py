@@ -6,10 +6,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -159,11 +161,51 @@ def test_the_key_is_on_no_command_line_and_in_no_log(server):
 
 
 def test_nothing_but_the_api_port_listens_beyond_loopback(server):
-    """Field trial B65."""
-    for process in server.family():
-        for connection in process.net_connections(kind="inet"):
-            if connection.status == psutil.CONN_LISTEN:
-                assert connection.laddr.ip in ("127.0.0.1", "::1"), (process, connection)
+    """Field trial B65: the server and all its children. What KVortex adds is one socket, which is no file and no port;
+    the rest is vLLM's and torch's."""
+    inet, unix = server.listening()
+    assert ("127.0.0.1", server.port) in inet
+    assert {ip for ip, _ in inet} <= {"127.0.0.1", "::1"}, inet
+    (own,) = {name for name in unix if "kvortex" in name}
+    assert own.startswith(f"@kvortex-{os.getuid()}-")
+
+
+def test_a_listener_beyond_loopback_is_seen(server):
+    """Its control: this process is no child of the server, so it is looked at as if it were."""
+    with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
+        tcp.bind(("0.0.0.0", 0))
+        tcp.listen()
+        unix.bind("\0kvortex-test-of-listeners")
+        unix.listen()
+        server_like = SimpleNamespace(family=lambda: [psutil.Process()])
+        inet, names = Server.listening(server_like)
+        assert ("0.0.0.0", tcp.getsockname()[1]) in inet
+        assert "@kvortex-test-of-listeners" in names
+
+
+def test_what_the_routes_are_sent_is_no_error_of_the_servers_own(server):
+    """With vLLM's own tokenizer and handlers around the routes, where the unit tests have stand-ins."""
+    deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    for body in (
+        b"",
+        b"{",
+        b"\xff\xfe",
+        deep,
+        b'{"messages": [{"role": "user", "content": NaN}]}',
+        b'{"messages": [{}]}',
+    ):
+        answer = server.client.post("/kvortex/prefetch", content=body)
+        assert 400 <= answer.status_code < 500, (body[:40], answer.text)
+    for query in ("top=0", "top=NaN", "top=" + "9" * 5000, "top=%ff"):
+        for path in ("/kvortex/blocks", "/kvortex/sessions"):
+            assert 400 <= server.client.get(f"{path}?{query}").status_code < 500, (path, query[:40])
+    # A name that cannot go to the engine is no name, and the request is served.
+    body = json.dumps({"prompt": PROMPTS[0], "max_tokens": 1, "prompt_cache_key": "\ud800"})
+    as_json = {"Content-Type": "application/json"}
+    assert server.client.post("/v1/completions", content=body, headers=as_json).status_code == 200
+    too_deep = server.client.post("/v1/completions", content=b'{"session_id": ' + deep, headers=as_json)
+    assert 400 <= too_deep.status_code < 500
+    assert server.client.get("/health").status_code == 200
 
 
 def test_inspect_shows_the_servers_own_numbers(server):
@@ -199,25 +241,58 @@ def test_inspect_says_that_a_key_is_needed(server):
     assert "Traceback" not in answer.stderr
 
 
+def assert_all_zero(metrics: dict[str, float], of_another: dict[str, float]) -> None:
+    """Every series is there from the start, and none counts what was before."""
+    assert metrics.keys() == of_another.keys()
+    assert {name: value for name, value in metrics.items() if "_total" in name and value} == {}
+
+
+def assert_metrics_are_its_own(server: Server, queried: int) -> None:
+    """They moved by this server's traffic alone, and `inspect` says the same."""
+    stats, metrics = settled(server), server.metrics()
+    assert metrics["kvortex_queried_tokens_total"] == stats["tokens"]["queried"] == queried
+    assert metrics["kvortex_store_blocks_total"] == stats["store"]["blocks"] > 0
+    document = kvortex("inspect", "--url", server.url, "--json")
+    assert json.loads(document.stdout)["tokens"] == stats["tokens"]
+
+
+def stale_metrics(folder: Path) -> dict[str, str]:
+    """An environment that names a folder with the metrics of a process that is long gone."""
+    folder.mkdir()
+    environment = {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    program = "from prometheus_client import Counter; Counter('stale', 'of a process that is gone').inc(10**6)"
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **environment}, check=True, timeout=60)
+    assert list(folder.glob("*.db"))
+    return environment
+
+
 def test_two_servers_side_by_side_and_one_is_killed_and_started_again(server, tiny_llama, tmp_path):
-    """Field trials B20, B67: nothing shared, nothing left behind by a SIGKILL, the other server untouched.
+    """Field trials B20, B58, B67: nothing shared, nothing left behind by a SIGKILL, the other server untouched; and
+    each server's figures are its own, from zero after a restart, whatever lies in PROMETHEUS_MULTIPROC_DIR.
 
     `kvortex serve` becomes the server, so there is no launcher to lose; killing it alone must end its engine too.
     """
     first = server.complete(PROMPTS[1])
     other = Server(tiny_llama, log=tmp_path / "log")
     with other:
+        assert_all_zero(other.metrics(), server.metrics())
         assert other.stats()["tokens"]["queried"] == 0
         assert other.complete(PROMPTS[1]) == first
         before = server.stats()["tokens"]
+        assert_metrics_are_its_own(other, 600)
+        assert server.listening()[1].isdisjoint(other.listening()[1])
         family = other.family()
         other.process.kill()
         other.process.wait(10)
         assert_all_gone(family)
     assert server.stats()["tokens"] == before
     assert not [p for p in Path("/dev/shm").iterdir() if "kvortex" in p.name]
-    with Server(tiny_llama, port=other.port, log=tmp_path / "again") as again:
+    stale = stale_metrics(tmp_path / "stale")
+    with Server(tiny_llama, port=other.port, environment=stale, log=tmp_path / "again") as again:
+        assert_all_zero(again.metrics(), server.metrics())
         assert again.complete(PROMPTS[1]) == first
+        assert_metrics_are_its_own(again, 600)
+        assert "stale_total 1e+06" in again.client.get("/metrics").text, "and the folder was read"
         assert again.complete(PROMPTS[1]) == first
         assert_ends_after_its_request(again, signal.SIGTERM)
         assert_no_traceback_of_ours(again.log)

@@ -152,7 +152,7 @@ class MiniVllm:
             local = []
             for key in keys:
                 block = self.pool.cached_block_hash_to_block.get_one_block(key)
-                if block is None:
+                if block is None or asked.skip_reading_prefix_cache:
                     break
                 assert self.in_vram.get(block.block_id) == key, f"block {block.block_id} is not what it is found as"
                 local.append(block)

@@ -14,7 +14,7 @@ from kvortex.cache.stats import Refusal
 from kvortex.cache.verdict import WORDS, State
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 ELSEWHERE = ("http://", "https://", "mailto:")
 

@@ -34,6 +34,22 @@ def test_sharded_weights_are_known_when_every_shard_is_there(tmp_path: Path) -> 
     assert read_model_files(str(tmp_path)).weight_bytes == 30
 
 
+@pytest.mark.parametrize(
+    "weight_map",
+    [{"w": "../secret"}, {"w": "/etc/passwd"}, {"w": "a/../../secret"}, ["secret"], {"w": [1]}, {"w": None}, 7],
+)
+def test_an_index_that_names_other_files_than_the_model_s_own_is_not_followed(
+    tmp_path: Path, weight_map: object
+) -> None:
+    """Field trial B65."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (tmp_path / "secret").write_bytes(b"1234")
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert read_model_files(str(model)).weight_bytes is None
+
+
 def test_the_kv_dtype_of_a_quantised_checkpoint_s_second_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"kv_cache_quant_algo": "FP8"}}')

@@ -59,6 +59,25 @@ def test_what_was_measured_is_read_back(path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["tuning-GPU-1-580.159.04.json"]
 
 
+def test_no_name_of_a_card_or_driver_leads_out_of_the_directory(tmp_path: Path) -> None:
+    """Field trial B65."""
+    for uuid, version in (("../../x", "1"), ("GPU-1", "../../../x"), ("/etc/x", "a\0b")):
+        name = file_name(uuid, version)
+        assert (tmp_path / name).resolve().parent == tmp_path.resolve()
+        assert "\0" not in name
+
+
+def test_a_link_where_the_file_is_to_be_is_replaced_and_not_written_through(path: Path, tmp_path: Path) -> None:
+    """Field trial B65."""
+    target = tmp_path / "target"
+    target.write_text("mine")
+    path.parent.mkdir()
+    path.symlink_to(target)
+    write(path, H200)
+    assert target.read_text() == "mine"
+    assert not path.is_symlink()
+
+
 def test_batches_last_as_long_on_every_card() -> None:
     assert H200.load_batch_bytes == 7 << 20
     assert TransferTuning(12e9, 12e9).load_batch_bytes == 1 << 20

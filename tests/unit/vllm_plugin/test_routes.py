@@ -121,3 +121,29 @@ def test_blocks_are_asked_for_as_the_address_says():
     assert server.get("/kvortex/blocks?top=7&by=uses").json() == {"top": 7, "by": "uses"}
     for wrong in ("top=0", "top=1001", "top=many", "by=colour"):
         assert server.get(f"/kvortex/blocks?{wrong}").status_code == 422, wrong
+
+
+def test_metrics_of_several_http_processes_have_the_engines_too(monkeypatch, tmp_path):
+    """Field trial B58: with PROMETHEUS_MULTIPROC_DIR, which vLLM sets itself where it has several, `/metrics` merges
+    files; on vLLM's own two routes of that path."""
+    from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    app = FastAPI()
+    attach_router(app)
+    routes = KVortexRoutes()
+    monkeypatch.setattr(routes, "_collector", Series())
+    routes.attach_router(app)
+    answer = TestClient(app, follow_redirects=False).get("/metrics")
+    assert answer.status_code == 200
+    assert "kvortex_test 7.0" in answer.text
+
+
+class Series:
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Any:
+        from prometheus_client.core import GaugeMetricFamily
+
+        yield GaugeMetricFamily("kvortex_test", "", value=7)

@@ -52,6 +52,11 @@ def test_the_stronger_name_wins() -> None:
         b'{"session_id": null}',
         b"{\xff session_id",
         b"x{}",
+        b'{"session_id": "\\ud800"}',
+        b'{"prompt_cache_key": "half of a character: \\udfff"}',
+        b'{"session_id": ' + b"[" * 100_000,
+        b'{"session_id": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"session_id": ' + b"9" * 5000 + b"}",
     ],
 )
 def test_what_vllm_would_refuse_or_what_names_nothing_is_left_as_it_is(body: bytes) -> None:
