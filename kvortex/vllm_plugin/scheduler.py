@@ -404,7 +404,7 @@ class SchedulerSide:
             if self._prefetcher is not None:
                 self._prefetcher.budget.requests_loaded(len(job.slots))
         if state is None:
-            self._ledger.refused[Refusal.ABORTED] += 0 if job.with_step else len(job.gpu_blocks)
+            self._ledger.refused[Refusal.ABORTED] += 0 if job.with_step or job.runs else len(job.gpu_blocks)
         elif job.computed_tokens is not None:
             failed_tokens = job.ram_tokens if job.failed else 0
             self._count_load(
@@ -458,7 +458,11 @@ class SchedulerSide:
             if self._prefetcher is not None and state is not None:
                 keys = state.keys(request, self._groups[0], self.view.hash_block_size)
                 self._prefetcher.request_ended(request, keys, block_ids[0])
-            self._jobs.request_ended(request.request_id)
+            load = self._jobs.request_ended(request.request_id)
+            if load is not None and load.computed_tokens is not None and state is not None:
+                # It ran behind its load, whose end is told after its own.
+                self._count_load(state, load.local_tokens, load.ram_tokens, load.computed_tokens)
+                load.computed_tokens = None
             self._steps.request_ended(request.request_id)
             for ids in block_ids:
                 self._residency.used(reversed(ids))
