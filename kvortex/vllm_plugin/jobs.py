@@ -98,11 +98,17 @@ class JobBook:
         self._load_of: dict[str, JobId] = {}
         self._runs_with: dict[str, LoadJob] = {}
         self._plan = StepPlan()
+        self._num_overdue = 0
         self.ignored_answers = 0
 
     @property
     def unanswered(self) -> int:
         return len(self._jobs)
+
+    @property
+    def awaited(self) -> int:
+        """Unanswered and not given up: worth a step of vLLM's for their answers."""
+        return len(self._jobs) - self._num_overdue
 
     def loading(self, key: BlockKey | None) -> bool:
         """True while a load is bringing the block of this key."""
@@ -212,6 +218,7 @@ class JobBook:
         del self._jobs[result.job_id]
         if isinstance(job, StoreJob):
             self._store_deadlines.pop(job.job_id, None)
+            self._num_overdue -= job.overdue
             for block_id in job.block_ids:
                 if self._source_of.get(block_id, (None, 0))[0] == job.job_id:
                     del self._source_of[block_id]
@@ -286,6 +293,7 @@ class JobBook:
             job = self._jobs[job_id]
             assert isinstance(job, StoreJob)
             job.failed = job.overdue = True
+            self._num_overdue += 1
             job.detail = "no answer in time"
             overdue.append(job)
         return overdue

@@ -339,7 +339,7 @@ class SchedulerSide:
     @property
     def busy(self) -> bool:
         """Orders are unanswered, so vLLM must keep stepping for the answers to come in; or there is more to order."""
-        return self._jobs.unanswered > 0 or (self._prefetcher is not None and self._prefetcher.wants_step)
+        return self._jobs.awaited > 0 or (self._prefetcher is not None and self._prefetcher.wants_step)
 
     def answers(self, report: StepReport) -> None:
         """Workers' answers, one a rank for each order, in any order."""
