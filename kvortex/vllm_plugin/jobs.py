@@ -214,6 +214,7 @@ class JobBook:
         if job.waiting_ranks:
             if job.failed and isinstance(job, LoadJob) and self._load_of.get(job.request_id) == job.job_id:
                 self._need(job.job_id)  # another rank may have promised it, and vLLM frees its blocks now
+                self._runs_with[job.request_id] = job
             return None
         del self._jobs[result.job_id]
         if isinstance(job, StoreJob):
@@ -261,7 +262,7 @@ class JobBook:
         """Whatever the request's load still writes is about to belong to others.
 
         Returns:
-            The load, if the request ran with it and its end is not told yet.
+            The load, if its end is not told yet and the request may have run before: it was promised, or a rank failed it.
         """
         if (job_id := self._load_of.get(request_id)) is not None:
             self._need(job_id)

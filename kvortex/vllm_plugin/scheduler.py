@@ -459,13 +459,20 @@ class SchedulerSide:
                 keys = state.keys(request, self._groups[0], self.view.hash_block_size)
                 self._prefetcher.request_ended(request, keys, block_ids[0])
             load = self._jobs.request_ended(request.request_id)
-            if load is not None and load.computed_tokens is not None and state is not None:
-                # It ran behind its load, whose end is told after its own.
-                self._count_load(state, load.local_tokens, load.ram_tokens, load.computed_tokens)
-                load.computed_tokens = None
+            if load is not None and state is not None and (load.runs or request.num_output_tokens):
+                self._ran_before_its_load_was_told(load, state)
             self._steps.request_ended(request.request_id)
             for ids in block_ids:
                 self._residency.used(reversed(ids))
+
+    def _ran_before_its_load_was_told(self, load: LoadJob, state: RequestState) -> None:
+        load.runs = True
+        failed_tokens = load.ram_tokens if load.failed else 0
+        self._ledger.recomputed_tokens += failed_tokens
+        if load.computed_tokens is not None:
+            ram_hit = load.ram_tokens - failed_tokens
+            self._count_load(state, load.local_tokens, ram_hit, load.computed_tokens, failed_tokens)
+            load.computed_tokens = None
 
     def _log(self, request: Request, state: RequestState) -> None:
         if self._request_log is not None:

@@ -151,6 +151,33 @@ def test_a_load_that_one_rank_promised_and_another_failed_writes_no_block_of_oth
     nothing_is_left(engine)
 
 
+def test_a_request_that_one_rank_failed_and_ends_before_the_others_answer_is_counted(make: Make) -> None:
+    engine = make(num_blocks=20, num_ranks=2)
+    in_ram_alone(engine, 1, 83)
+    engine.side._choice.way = lambda *_, **__: Way.COMPUTE
+    engine.add("head", talk(1, 17), max_tokens=1)  # a request that keeps none of its blocks waits for the answer
+    run(engine)
+    engine.side._choice.way = lambda *_, **__: Way.BEFORE_STEP
+    before = engine.side.snapshot()
+    engine.add("again", talk(1, 83), max_tokens=1)
+    engine.devices[0].promise_next = 1
+    engine.schedule()
+    job_id = the_load(engine)
+    engine.devices[1].fail(job_id, Outcome.FAILED)
+    engine.take_output()
+    for _ in range(5):
+        step(engine)
+        if "again" not in engine.live:
+            break
+    assert "again" not in engine.live
+    run(engine)
+    after = engine.side.snapshot()
+    assert after["tokens"]["queried"] - before["tokens"]["queried"] == 83
+    assert after["missed"]["load_failed"] == after["failures"]["recomputed_tokens"] == 64
+    assert after["refused"]["aborted"] == 0
+    nothing_is_left(engine)
+
+
 def test_a_step_load_does_not_overtake_the_promised_load_of_an_aborted_request(make: Make) -> None:
     """Both write the same GPU block, one after the other."""
     engine = make(num_blocks=20)
