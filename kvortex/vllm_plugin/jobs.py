@@ -262,7 +262,7 @@ class JobBook:
         """Whatever the request's load still writes is about to belong to others.
 
         Returns:
-            The load, if its end is not told yet and the request may have run before: it was promised, or a rank failed it.
+            The load, if its end is not told yet and the request may have run: it was promised, or a rank failed it.
         """
         if (job_id := self._load_of.get(request_id)) is not None:
             self._need(job_id)
