@@ -122,6 +122,7 @@ def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoRetur
     install = required_vllm()
     command = vllm_command(resolved, environment)
     _check_port(resolved)
+    _remove_leftovers(environment)
     shm = read_shared_memory()
     early = (
         allocator_problem(resolved, environment),
@@ -141,6 +142,17 @@ def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoRetur
     # The same process id: signals reach vLLM itself, and no parent is left that could die alone.
     arguments = [sys.executable, "-m", _SERVER_MODULE, *command.server_arguments]
     os.execve(sys.executable, arguments, {**environment, **command.env})
+
+
+def _remove_leftovers(environment: Mapping[str, str]) -> None:
+    from kvortex.leftovers import remove_leftovers
+    from kvortex.sizes import format_bytes
+    from kvortex_cli.console import report
+
+    removed = remove_leftovers(environment)
+    if removed.shared_bytes:
+        held = format_bytes(removed.shared_bytes)
+        report("note", f"removed {held} of shared memory that a killed vLLM server had left in /dev/shm")
 
 
 def _machine(install: VllmInstall | None) -> MachineFacts:

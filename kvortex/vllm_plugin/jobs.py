@@ -59,6 +59,7 @@ class LoadJob(Job):
     local_tokens, ram_tokens: the request's hit in VRAM, and the tokens that this load brings.
     computed_tokens: the rest of its prompt; None when its tokens are counted already.
     with_step: the request runs in the step that loads.
+    runs: vLLM was promised its end, and has taken its request up.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class LoadJob(Job):
     ram_tokens: int
     computed_tokens: int | None
     with_step: bool
+    runs: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,12 +106,19 @@ class JobBook:
         # Of loads that no step's kernels may wait for yet: the GPU blocks they write, the request that waits.
         self._target_of: dict[int, JobId] = {}
         self._load_of: dict[str, JobId] = {}
+        self._runs_with: dict[str, LoadJob] = {}
         self._plan = StepPlan()
+        self._num_overdue = 0
         self.ignored_answers = 0
 
     @property
     def unanswered(self) -> int:
         return len(self._jobs)
+
+    @property
+    def awaited(self) -> int:
+        """Unanswered and not given up: worth a step of vLLM's for their answers."""
+        return len(self._jobs) - self._num_overdue
 
     def loading(self, key: BlockKey | None) -> bool:
         """True while a load is bringing the block of this key."""
@@ -217,10 +226,14 @@ class JobBook:
             job.detail = job.detail or f"{result.outcome.value} on rank {rank}: {result.detail}"
             job.corrupt_slots.update(result.corrupt_slots)
         if job.waiting_ranks:
+            if job.failed and isinstance(job, LoadJob) and self._load_of.get(job.request_id) == job.job_id:
+                self._need(job.job_id)  # another rank may have promised it, and vLLM frees its blocks now
+                self._runs_with[job.request_id] = job
             return None
         del self._jobs[result.job_id]
         if isinstance(job, StoreJob):
             self._store_deadlines.pop(job.job_id, None)
+            self._num_overdue -= job.overdue
             for block_id in job.block_ids:
                 if self._source_of.get(block_id, (None, 0))[0] == job.job_id:
                     del self._source_of[block_id]
@@ -233,6 +246,8 @@ class JobBook:
                     del self._target_of[block_id]
             if self._load_of.get(job.request_id) == job.job_id:
                 del self._load_of[job.request_id]
+            if self._runs_with.get(job.request_id) is job:
+                del self._runs_with[job.request_id]
         return job
 
     def _stop_loading(self, keys: Sequence[BlockKey]) -> None:
@@ -253,20 +268,28 @@ class JobBook:
         """vLLM files the block as complete: if a load still writes it, that load was promised, and this step's kernels
         may read it."""
         if (job_id := self._target_of.get(block_id)) is not None:
-            self._need(job_id)
+            job = self._need(job_id)
+            job.runs = True
+            self._runs_with[job.request_id] = job
 
-    def request_ended(self, request_id: str) -> None:
-        """Whatever the request's load still writes is about to belong to others."""
+    def request_ended(self, request_id: str) -> LoadJob | None:
+        """Whatever the request's load still writes is about to belong to others.
+
+        Returns:
+            The load, if its end is not told yet and the request may have run: it was promised, or a rank failed it.
+        """
         if (job_id := self._load_of.get(request_id)) is not None:
             self._need(job_id)
+        return self._runs_with.get(request_id)
 
-    def _need(self, job_id: JobId) -> None:
+    def _need(self, job_id: JobId) -> LoadJob:
         job = self._jobs[job_id]
         assert isinstance(job, LoadJob)
         for block_id in job.gpu_blocks:
             self._target_of.pop(block_id, None)
         self._load_of.pop(job.request_id, None)
         self._plan.needed.append(job_id)
+        return job
 
     def forget_sources(self) -> None:
         """VRAM forgot every block at once."""
@@ -285,6 +308,7 @@ class JobBook:
             job = self._jobs[job_id]
             assert isinstance(job, StoreJob)
             job.failed = job.overdue = True
+            self._num_overdue += 1
             job.detail = "no answer in time"
             overdue.append(job)
         return overdue

@@ -341,7 +341,7 @@ class SchedulerSide:
     @property
     def busy(self) -> bool:
         """Orders are unanswered, so vLLM must keep stepping for the answers to come in; or there is more to order."""
-        return self._jobs.unanswered > 0 or (self._prefetcher is not None and self._prefetcher.wants_step)
+        return self._jobs.awaited > 0 or (self._prefetcher is not None and self._prefetcher.wants_step)
 
     def answers(self, report: StepReport) -> None:
         """Workers' answers, one a rank for each order, in any order."""
@@ -408,7 +408,7 @@ class SchedulerSide:
             if self._prefetcher is not None:
                 self._prefetcher.budget.requests_loaded(len(job.slots))
         if state is None:
-            self._ledger.refused[Refusal.ABORTED] += 0 if job.with_step else len(job.gpu_blocks)
+            self._ledger.refused[Refusal.ABORTED] += 0 if job.with_step or job.runs else len(job.gpu_blocks)
         elif job.computed_tokens is not None:
             failed_tokens = job.ram_tokens if job.failed else 0
             self._count_load(
@@ -487,10 +487,21 @@ class SchedulerSide:
             if self._prefetcher is not None and state is not None:
                 keys = state.keys(request, self._groups[0], self.view.hash_block_size)
                 self._prefetcher.request_ended(request, keys, block_ids[0])
-            self._jobs.request_ended(request.request_id)
+            load = self._jobs.request_ended(request.request_id)
+            if load is not None and state is not None and (load.runs or request.num_output_tokens):
+                self._ran_before_its_load_was_told(load, state)
             self._steps.request_ended(request.request_id)
             for ids in block_ids:
                 self._residency.used(reversed(ids))
+
+    def _ran_before_its_load_was_told(self, load: LoadJob, state: RequestState) -> None:
+        load.runs = True
+        failed_tokens = load.ram_tokens if load.failed else 0
+        self._ledger.recomputed_tokens += failed_tokens
+        if load.computed_tokens is not None:
+            ram_hit = load.ram_tokens - failed_tokens
+            self._count_load(state, load.local_tokens, ram_hit, load.computed_tokens, failed_tokens)
+            load.computed_tokens = None
 
     def _log(self, request: Request, state: RequestState) -> None:
         if self._request_log is not None:

@@ -123,12 +123,12 @@ class WorkerSide:
         self._layer_waits.begin_step()
         if plan.timed_as and self._rank == 0:
             self._stopwatch = self._stopwatches[plan.timed_as] = self.engine.stopwatch()
-        # Taken before this step's kernels are submitted: none of them reads a block that the step loads into, so a
-        # load need not wait for them.
-        loads = plan.loads or plan.step_loads or plan.prefetches
-        self._before_kernels = self.engine.fence() if loads else None
         if needed := [job_id for job_id in plan.needed if job_id in self._promised]:
             self.engine.hold_kernels(needed)
+        # Taken before this step's kernels are submitted: none of them reads a block that the step loads into, so a
+        # load need not wait for them. Taken behind the loads above: their blocks may be this step's targets.
+        loads = plan.loads or plan.step_loads or plan.prefetches
+        self._before_kernels = self.engine.fence() if loads else None
         # Of a request that has ended: nobody would make kernels wait for these any more, so they are told at their end.
         self._unpromisable.update(job_id for job_id in plan.needed if job_id in self._waiting)
         self._loads = plan.loads

@@ -27,7 +27,7 @@ _ACCEPTS = 0x10000
 OPTIONS = (
     *("--max-model-len", "1152", "--num-gpu-blocks-override", "40", "--kv-cache-memory-bytes", "100000000"),
     *("--enforce-eager", "--host", "127.0.0.1", "--set", "kv_cache.block_size=32"),
-    *("--set", "kv_cache.ram_cache_size=20MB", "--set", "kv_cache.offload_threshold=0"),
+    *("--set", "kv_cache.offload_threshold=0"),
 )
 
 
@@ -50,13 +50,20 @@ class Server:
         options: Sequence[str] = (),
         prefetch: bool = False,
         environment: Mapping[str, str] | None = None,
+        ram: str = "20MB",
         log: Path,
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         # Off unless asked for: it does things of its own accord.
-        more = ["--set", f"kv_cache.prefetch_enabled={str(prefetch).lower()}", *options]
+        more = [
+            "--set",
+            f"kv_cache.ram_cache_size={ram}",
+            "--set",
+            f"kv_cache.prefetch_enabled={str(prefetch).lower()}",
+            *options,
+        ]
         kvortex = [sys.executable, "-c", "from kvortex_cli.main import main; main()", "serve", model, *OPTIONS, *more]
         self.command = [*(command or kvortex), "--port", str(self.port)]
         self.env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
@@ -71,16 +78,23 @@ class Server:
         )
 
     def __enter__(self) -> Server:
+        self.start()
+        self.wait_until_ready()
+        return self
+
+    def start(self) -> None:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 self.command, env=self.env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
+
+    def wait_until_ready(self) -> None:
         deadline = time.monotonic() + READY_WITHIN_S
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"the server ended:\n{self.tail()}"
             try:
                 if self.client.get("/health").status_code == 200:
-                    return self
+                    return
             except httpx.TransportError:
                 time.sleep(0.25)
         self.kill()

@@ -15,8 +15,10 @@ import pytest
 
 from tests.e2e.engine import prompt
 from tests.e2e.server import Server
+from tests.e2e.soak import MOST_ANSWER, Soak, all_prompts, faults_of, settled
 
 KEY = "sk-one"
+SOAK_S = float(os.environ.get("KVORTEX_SOAK_S", "10"))
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +156,23 @@ def test_an_open_load_of_sessions_is_played_and_told(server: Server) -> None:
     assert document["sessions"]["prefetched"] is not None
     assert 0 <= document["sessions"]["goodput_share"] <= 1
     assert [line["turns"] for i in range(3) for line in lines(server, f"kvortex-bench-0-{i}")] == [2, 2, 2]
+
+
+def test_a_short_soak_is_answered_right_and_leaves_nothing(server: Server) -> None:
+    """Clients that give up, mixed lengths, sessions, hints. A long one: `python -m tests.e2e.soak`.
+
+    The right answer is what the server says under a salt that nobody has used: all of it is computed.
+    """
+    right = {}
+    for which, tokens in all_prompts(talks=3).items():
+        asked = {"prompt": tokens, "max_tokens": MOST_ANSWER, "temperature": 0, "ignore_eos": True}
+        more = {"return_token_ids": True, "cache_salt": f"{which} alone"}
+        answer = server.client.post("/v1/completions", json=asked | more)
+        assert answer.status_code == 200, answer.text
+        right[which] = answer.json()["choices"][0]["token_ids"]
+    before = settled(server)["tokens"]["queried"]
+    played = Soak(server, right, seed=1).play(SOAK_S, sample_every_s=1.0)
+    stats = settled(server)
+    assert played.checked > 0
+    assert faults_of(stats, played, before) == []
+    assert played.rss.keys() >= {"server", "EngineCore"}
