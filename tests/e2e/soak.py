@@ -38,6 +38,8 @@ FIRST_TOKENS: Final = 90
 TURN_TOKENS: Final = 170
 MOST_ANSWER: Final = 24
 GONE_WITHIN_S: Final = 20.0
+REMOVED_AFTER_S: Final = 65.0
+"""Files of killed servers are removed once they are a minute old."""
 MOST_GROWTH: Final = 0.05
 """Of a process's memory, from the second quarter of a soak to the last."""
 
@@ -273,12 +275,10 @@ class Traces:
         family = server.family()
         return cls(family, shared_memory_of(family))
 
-    def left_behind(self, server: Server, folder: Path) -> list[str]:
-        """What is left of it a while after its end: processes, shared memory, files in its own folder, its port."""
+    def still_running(self, server: Server) -> list[str]:
+        """What is left of it a while after its end: processes, its port."""
         _, alive = psutil.wait_procs(self.family, timeout=GONE_WITHIN_S)
         found = [f"process {p.pid}" for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        found += [path for path in sorted(self.shared) if Path(path).exists()]
-        found += [str(path) for path in sorted(folder.iterdir())]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -329,7 +329,8 @@ def kill_and_restart(
 ) -> list[dict[str, Any]]:
     """Starts a server, plays on it, kills it at a random moment, and again; a line for each kill.
 
-    One in four is killed while it starts; one in two with all of its processes at once.
+    One in four is killed while it starts; one in two with all of its processes at once. The last line is of a server
+    that starts after all of them and ends well: by then no file of theirs may be left.
 
     Raises:
         AssertionError: a server did not start.
@@ -337,10 +338,11 @@ def kill_and_restart(
     dice = random.Random(seed)
     lines: list[dict[str, Any]] = []
     before = None if bystander is None else settled(bystander)["tokens"]
+    own = folder / "tmp"
+    own.mkdir()
+    shared: set[str] = set()
     for number in range(kills):
         whole = bool(number % 2)
-        own = folder / f"tmp-{number}"
-        own.mkdir()
         server = Server(model, log=folder / f"killed-{number}.log", options=options, prefetch=True)
         server.env |= {"TMPDIR": str(own)}
         line: dict[str, Any] = {"number": number, "all_at_once": whole}
@@ -359,11 +361,21 @@ def kill_and_restart(
         server.process.wait(30)
         server.client.close()
         line["killed_after_s"] = round(time.monotonic() - started, 1)
-        line["left"] = traces.left_behind(server, own)
+        line["left"] = traces.still_running(server)
+        shared |= traces.shared
         if bystander is not None:
             line["bystander"] = "untouched" if bystander.stats()["tokens"] == before else "touched"
         lines.append(line)
         print(json.dumps(line), file=sys.stderr, flush=True)
+    if kills:
+        time.sleep(REMOVED_AFTER_S)
+        last = Server(model, log=folder / "last.log", options=options)
+        last.env |= {"TMPDIR": str(own)}
+        with last:
+            last.complete(prompt_of(0, 0))
+        files = [path for path in sorted(shared) if Path(path).exists()] + [str(path) for path in sorted(own.iterdir())]
+        lines.append({"number": "last", "left": files})
+        print(json.dumps(lines[-1]), file=sys.stderr, flush=True)
     return lines
 
 
