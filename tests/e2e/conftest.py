@@ -42,7 +42,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model("llama", tmp_path_factory.mktemp("tiny-llama")))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tiny_llama: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One for all tests that neither end it nor need its counters at zero: each start costs more than all they do."""
     with Server(tiny_llama, api_key=KEY, log=tmp_path_factory.mktemp("server") / "log") as running:
