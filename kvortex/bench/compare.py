@@ -22,6 +22,8 @@ from kvortex.bench.workload import Workload
 
 # What `kvortex serve` becomes.
 SERVER_MODULE = "kvortex.vllm_plugin.server"
+_DYING_S: Final = 5.0
+"""A server that failed requests may be about to end, after they failed."""
 REFERENCES: Final = (Engine.NONE, Engine.BOUND)
 
 
@@ -179,12 +181,12 @@ class Comparison:
         try:
             played = asyncio.run(play(endpoint, self._workload, timeout_s=self._limits.request_s, say=say))
         except WarmUpError:
-            server.check_alive()  # a server that died explains it better
+            server.check_alive(_DYING_S)  # a server that died explains it better
             raise
         measured = measure(played)
         reason, tail = "", tuple[str, ...]()
         try:
-            server.check_alive()
+            server.check_alive(_DYING_S if measured.requests.failed else 0.0)
         except ServerFailedError as died:
             answered = f"{measured.requests.ok} of {measured.requests.sent} requests were answered"
             reason, tail = f"{died.message}; {answered}", died.log_tail

@@ -99,10 +99,16 @@ class ServerProcess:
     ) -> None:
         self.stop()
 
-    def check_alive(self) -> None:
-        """Raises ServerFailedError if the server is no longer running."""
-        if self._process is not None and self._process.poll() is not None:
-            raise self._died(self._process.returncode)
+    def check_alive(self, within_s: float = 0.0) -> None:
+        """Raises ServerFailedError if the server is no longer running, or ends within so many seconds: one that dies
+        closes its connections before it is gone."""
+        if self._process is None:
+            return
+        try:
+            code = self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return
+        raise self._died(code)
 
     def stop(self) -> None:
         """SIGTERM and time to drain, then SIGKILL to what is left; returns when none of it is. Twice is once."""

@@ -38,6 +38,8 @@ class Behaviour(StrEnum):
     NOT_A_STREAM = "not_a_stream"
     HANG = "hang"
     DIE = "die"
+    DIE_SLOWLY = "die_slowly"
+    """Its connections are closed before it is gone."""
 
 
 class StubServer(ThreadingHTTPServer):
@@ -138,9 +140,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, behaviour: Behaviour, body: dict[str, Any]) -> None:
         time.sleep(self.server.delay_s)
-        if behaviour is Behaviour.DIE:
+        if behaviour in (Behaviour.DIE, Behaviour.DIE_SLOWLY):
             print("EngineCore: torch.OutOfMemoryError: no room for the KV cache", flush=True)
-            os._exit(3)
+            if behaviour is Behaviour.DIE:
+                os._exit(3)
+            threading.Timer(1.0, os._exit, (3,)).start()
+            self.server.socket.close()
+            self.close_connection = True
+            return
         if behaviour is Behaviour.STATUS_500:
             self._send(500, json.dumps({"error": {"message": "the engine is busy", "code": 500}}))
             return

@@ -68,11 +68,12 @@ def document_of(results: Sequence[EngineResult], *, max_failures: float = 0.05) 
     return CompareResult(conditions, "the/model", tuple(results), "/logs")
 
 
-def test_a_server_that_fails_is_a_result_and_the_others_are_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dies", ["die", "die_slowly"])
+def test_a_server_that_fails_is_a_result_and_the_others_are_measured(tmp_path: Path, dies: str) -> None:
     plans = [
         plan(Engine.NONE, "good"),
         plan(Engine.OFFLOADING, "dies_at_start"),
-        plan(Engine.SIMPLE, "good,good,die"),
+        plan(Engine.SIMPLE, f"good,good,{dies}"),
         plan(Engine.KVORTEX, "good"),
         Skipped(Engine.BOUND, "it does not fit"),
     ]
