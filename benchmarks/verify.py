@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import xxhash
 
-from kvortex.keys import SAMPLE_SHARE
+from kvortex.keys import SAMPLE_EVERY
 from kvortex.messages import CopyOrder, Direction, JobId, Outcome
 from kvortex.transfer.base import CopyEngine, KVLayout
 from kvortex.transfer.cpu import CpuCopyEngine
@@ -97,7 +97,7 @@ class Bench:
         self.engine: CopyEngine = CpuCopyEngine(layout, slab, threads)
         self.mode = mode
         if mode != "off":
-            share = 1.0 if mode == "all" else 1 / SAMPLE_SHARE
+            share = 1.0 if mode == "all" else 1 / SAMPLE_EVERY
             self.engine = VerifyingEngine(self.engine, layout, slab, threads, share=share)
         self._next_id = 0
 
@@ -108,7 +108,7 @@ class Bench:
             self._next_id += 1
             order = CopyOrder(JobId(self._next_id), direction, slots, slots, 600.0)
             if self.mode == "sample" and direction is Direction.STORE:
-                order = replace(order, sampled=slots % SAMPLE_SHARE == 0)
+                order = replace(order, sampled=slots % SAMPLE_EVERY == 0)
             made.append(order)
         return made
 

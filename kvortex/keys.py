@@ -26,7 +26,7 @@ MIN_HASH_BYTES = 16
 
 COLLISION_RESISTANT = frozenset({"sha256", "sha256_cbor"})
 """vLLM's names of the hashes with which nobody can make two prompts meet. Of others, such as xxhash, an attacker may
-find two that do, and have another user's request answered from the block of his own."""
+find two that do, and have another user's request answered from a block of their own."""
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 
@@ -42,13 +42,13 @@ def group_of(key: BlockKey) -> int:
     return int.from_bytes(key[-GROUP_BYTES:], "big")
 
 
-SAMPLE_SHARE = 16
+SAMPLE_EVERY = 16
 """One key in so many is in the sample."""
 
 
 def in_sample(key: BlockKey) -> bool:
     """Whether this key is in the sample, the same in every process: hashes are uniform."""
-    return key[0] % SAMPLE_SHARE == 0
+    return key[0] % SAMPLE_EVERY == 0
 
 
 class Part(NamedTuple):

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvortex.errors import UnfitError
-from kvortex.keys import SAMPLE_SHARE
+from kvortex.keys import SAMPLE_EVERY
 from kvortex.messages import CopyOrder, Direction, JobId, JobResult, LinkFacts, Outcome, StepPlan, StepReport
 from kvortex.sizes import format_bytes
 from kvortex.transfer.base import CopyEngine, Fence, KVLayout, StepLoads, Stopwatch
@@ -108,7 +108,7 @@ class WorkerSide:
     def _verified(self, engine: CopyEngine, layout: KVLayout, slab: HostSlab) -> CopyEngine:
         from kvortex.transfer.verifying import VerifyingEngine
 
-        share = 1.0 if self._facts.settings.verify == "all" else 1 / SAMPLE_SHARE
+        share = 1.0 if self._facts.settings.verify == "all" else 1 / SAMPLE_EVERY
         return VerifyingEngine(engine, layout, slab, self._facts.settings.num_streams, share=share)
 
     @property

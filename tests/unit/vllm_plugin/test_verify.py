@@ -13,7 +13,7 @@ import torch
 
 from kvortex.cache.index import KeyState, SlotState
 from kvortex.cache.residency import Candidate
-from kvortex.keys import SAMPLE_SHARE, BlockKey, block_key, in_sample
+from kvortex.keys import SAMPLE_EVERY, BlockKey, block_key, in_sample
 from kvortex.messages import Direction, JobId, JobResult, Outcome
 from tests.fakes.clock import FakeClock
 from tests.fakes.copy_engines import HeldEngine
@@ -186,7 +186,7 @@ def test_a_sixteenth_of_the_keys_is_sampled_and_ranks_are_told_which() -> None:
     (order,) = book.take_plan().stores
     assert order.sampled is not None
     assert order.sampled.tolist() == [in_sample(k) for k in keys]
-    assert order.sampled.sum() == 256 // SAMPLE_SHARE
+    assert order.sampled.sum() == 256 // SAMPLE_EVERY
     plain = jobs.JobBook(num_ranks=2, timeout_s=10.0, clock=FakeClock())
     plain.start_store([Candidate(1, keys[0])], slots=[1])
     assert plain.take_plan().stores[0].sampled is None
@@ -206,7 +206,7 @@ def test_the_statistics_of_several_engines_add_up() -> None:
     assert engines._added(one, one)["verify"]["mode"] == "all"
 
 
-@pytest.mark.parametrize(("verify", "share"), [("off", None), ("sample", 1 / SAMPLE_SHARE), ("all", 1.0)])
+@pytest.mark.parametrize(("verify", "share"), [("off", None), ("sample", 1 / SAMPLE_EVERY), ("all", 1.0)])
 def test_a_worker_verifies_only_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch, verify: str, share: Any) -> None:
     layout = base.KVLayout((torch.zeros(4, 64, dtype=torch.uint8),))
     settings = SimpleNamespace(verify=verify, num_streams=2)
