@@ -22,7 +22,8 @@ MOST_BODY_BYTES: Final = 4 << 20
 MOST_TOKENS: Final = 400_000
 MOST_SESSIONS: Final = 100
 _LARGEST_TOKEN: Final = 2**31 - 1
-_MOST_FAULTS: Final = 10
+_MOST_FAULTS: Final = 3
+_MOST_OF_A_PLACE: Final = 100
 _MOST_CHARACTERS: Final = 300
 
 TokenId = Annotated[int, Field(ge=0, le=_LARGEST_TOKEN, strict=True)]
@@ -99,11 +100,11 @@ async def _read_hint(request: Request) -> PrefetchHint:
     try:
         return PrefetchHint.model_validate_json(bytes(body))
     except ValidationError as invalid:
-        faults = [
-            {"where": ".".join(map(str, fault["loc"]))[:_MOST_CHARACTERS], "what": fault["msg"][:_MOST_CHARACTERS]}
-            for fault in invalid.errors(include_url=False, include_input=False, include_context=False)[:_MOST_FAULTS]
-        ]
-        raise HTTPException(422, faults) from invalid
+        faults = invalid.errors(include_url=False, include_input=False, include_context=False)[:_MOST_FAULTS]
+        places = [".".join(map(str, fault["loc"]))[:_MOST_OF_A_PLACE] or "the body" for fault in faults]
+        said = "; ".join(f"{place}: {fault['msg']}" for place, fault in zip(places, faults, strict=True))
+        # Text: what vLLM's server makes of a refusal can say nothing else.
+        raise HTTPException(422, said) from invalid
 
 
 async def _tokens_of(request: Request, hint: PrefetchHint) -> list[int] | None:

@@ -196,6 +196,9 @@ def test_what_the_routes_are_sent_is_no_error_of_the_servers_own(server):
     ):
         answer = server.client.post("/kvortex/prefetch", content=body)
         assert 400 <= answer.status_code < 500, (body[:40], answer.text)
+    wrong = server.client.post("/kvortex/prefetch", content=b'{"prompt": [1, NaN]}')
+    assert wrong.status_code == 422, wrong.text
+    assert "prompt.list" in wrong.json()["error"]["message"]
     for query in ("top=0", "top=NaN", "top=" + "9" * 5000, "top=%ff"):
         for path in ("/kvortex/blocks", "/kvortex/sessions"):
             assert 400 <= server.client.get(f"{path}?{query}").status_code < 500, (path, query[:40])
