@@ -3,7 +3,8 @@
 A prefetched block is `issued`, and then `used` by a request or `wasted`: given up by VRAM before anybody asked, or its
 load failed. Wasted ones may make up WASTE_SHARE of all blocks loaded, requests' own loads included, and a small credit
 to begin with, without which nothing would ever be tried. Blocks whose fate is open count with the share of those that
-were wasted lately, each cause for itself: a client whose hints are worth nothing does not spoil the guesses.
+were wasted lately, each cause for itself. Hints and guesses share what may be wasted, and a part of it is always there
+for either: a client whose hints are worth nothing does not stop the guesses, nor do wrong guesses stop the hints.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ WASTE_SHARE: Final = 0.15
 
 _CREDIT_SHARE: Final = 0.02
 """Of VRAM: what may be wasted before anything was loaded."""
+
+_OWN_PART: Final = 1 / 3
+"""Of what may be wasted: for hints whatever guesses waste, and the other way round."""
 
 _PRIOR_BLOCKS: Final = 16.0
 _REMEMBERED_BLOCKS: Final = 2048.0
@@ -36,6 +40,7 @@ class Cause(Enum):
 
 
 _PRIOR_RATE: Final = {Cause.QUEUED: 0.95, Cause.HINT: 0.8, Cause.GUESS: 0.5}
+_OTHER: Final = {Cause.HINT: Cause.GUESS, Cause.GUESS: Cause.HINT}
 
 
 @dataclass(slots=True)
@@ -99,11 +104,14 @@ class PrefetchBudget:
         self._credit = max(4.0, _CREDIT_SHARE * capacity_blocks)
         self._rates = {cause: _UseRate(_PRIOR_RATE[cause]) for cause in Cause}
         self._open = dict.fromkeys(Cause, 0)
+        self._wasted = dict.fromkeys(Cause, 0)
+        self._tried: set[Cause] = set()
         self._requests_loaded = 0
         self.count = PrefetchCount()
 
     def issued(self, cause: Cause, num_blocks: int) -> None:
         self.count.issued += num_blocks
+        self._tried.add(cause)
         self._open[cause] += num_blocks
 
     def used(self, cause: Cause, num_blocks: int) -> None:
@@ -112,6 +120,7 @@ class PrefetchBudget:
 
     def wasted(self, cause: Cause, num_blocks: int) -> None:
         self.count.wasted += num_blocks
+        self._wasted[cause] += num_blocks
         self._decided(cause, num_blocks, used=False)
 
     def _decided(self, cause: Cause, num_blocks: int, *, used: bool) -> None:
@@ -136,6 +145,17 @@ class PrefetchBudget:
         risk = 1 - self._rates[cause].cautious - WASTE_SHARE
         if risk <= 0 or in_vram <= 0:
             return max(0, in_vram)
-        expected = self.count.wasted + sum(n * (1 - self._rates[c].cautious) for c, n in self._open.items())
-        room = self._credit + WASTE_SHARE * (self._requests_loaded + self.count.issued) - expected
-        return max(0, min(in_vram, int(room / risk)))
+        return max(0, min(in_vram, int(self._may_be_wasted(cause) / risk)))
+
+    def _may_be_wasted(self, cause: Cause) -> float:
+        """Blocks, beyond those that were and those that are expected to be."""
+        allowance = self._credit + WASTE_SHARE * (self._requests_loaded + self.count.issued)
+        rest = allowance - sum(map(self._expected_waste, Cause))
+        other = _OTHER.get(cause)
+        if other is None:
+            return rest
+        most = allowance * (1 - _OWN_PART if other in self._tried else 1) - self._expected_waste(cause)
+        return max(min(rest, most), allowance * _OWN_PART - self._expected_waste(cause))
+
+    def _expected_waste(self, cause: Cause) -> float:
+        return self._wasted[cause] + self._open[cause] * (1 - self._rates[cause].cautious)

@@ -76,6 +76,40 @@ def test_hints_that_are_worth_nothing_do_not_spoil_the_guesses_rate() -> None:
     assert budget.use_rate(Cause.HINT) < 0.1
 
 
+def waste(budget: PrefetchBudget, cause: Cause) -> int:
+    """Issues what may be, all of it for nothing, until no more may be."""
+    total = 0
+    while count := budget.allowed(cause):
+        budget.issued(cause, count)
+        budget.wasted(cause, count)
+        total += count
+    return total
+
+
+@pytest.mark.parametrize(("wrong", "other"), [(Cause.GUESS, Cause.HINT), (Cause.HINT, Cause.GUESS)])
+@pytest.mark.parametrize("capacity_blocks", [39, 1000])
+def test_hints_and_guesses_leave_each_other_a_part(capacity_blocks: int, wrong: Cause, other: Cause) -> None:
+    budget = PrefetchBudget(capacity_blocks)
+    for _ in range(20):
+        budget.requests_loaded(30)
+        waste(budget, wrong)
+        assert budget.allowed(other) > 0
+    first = budget.allowed(other)
+    budget.issued(other, first)
+    budget.used(other, first)
+    assert budget.allowed(other) > first, "what was used makes room for more, whatever the others wasted"
+
+
+def test_both_wrong_waste_no_more_than_one() -> None:
+    budget = PrefetchBudget(1000)
+    for _ in range(400):
+        budget.requests_loaded(20)
+        waste(budget, Cause.GUESS)
+        waste(budget, Cause.HINT)
+    loaded = 400 * 20 + budget.count.issued
+    assert budget.count.wasted <= 1.1 * WASTE_SHARE * loaded + 0.02 * 1000
+
+
 def test_the_margin_follows_the_largest_burst_and_comes_down_again() -> None:
     demand = Demand(1000, 0.0)
     assert demand.margin_blocks == 50
