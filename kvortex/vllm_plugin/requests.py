@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvortex.cache.misses import Explanation
 from kvortex.cache.prefix import GroupShape, PrefixHit
+from kvortex.cache.stats import Ledger
 from kvortex.keys import BlockKey
 from kvortex.vllm_plugin import compat
 
@@ -49,3 +50,12 @@ class RequestState:
         if len(known) < num_complete:
             known.extend(compat.request_keys(request, group, hash_block_size, start=len(known)))
         return known
+
+    def count(self, ledger: Ledger, *, vram_hit: int, ram_hit: int, computed: int, failed_tokens: int = 0) -> None:
+        """Where its prompt's tokens came from, `failed_tokens` of the computed ones because their load failed."""
+        ledger.count_tokens(
+            vram_hit=vram_hit,
+            ram_hit=ram_hit,
+            missed=self.explanation.settled(computed, load_failed=failed_tokens),
+            seen_tokens=self.explanation.seen_tokens,
+        )

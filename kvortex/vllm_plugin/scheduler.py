@@ -31,11 +31,12 @@ from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
 from kvortex.cache.residency import Residency
 from kvortex.cache.sessions.session import scope_of, session_name
 from kvortex.cache.stats import Ledger, Refusal, Verification
-from kvortex.keys import BlockKey, in_sample
+from kvortex.keys import BlockKey
 from kvortex.messages import StepPlan, StepReport
 from kvortex.vllm_plugin import compat
 from kvortex.vllm_plugin.admission import LATER, Admission, Answer
-from kvortex.vllm_plugin.jobs import JobBook, LoadJob, PrefetchJob, StoreJob
+from kvortex.vllm_plugin.copy_ends import CopyEnds
+from kvortex.vllm_plugin.jobs import JobBook, LoadJob
 from kvortex.vllm_plugin.pool_view import PoolView
 from kvortex.vllm_plugin.prefetcher import Prefetcher
 from kvortex.vllm_plugin.request_log import EndedRequest, RequestLog, counts
@@ -93,6 +94,7 @@ class SchedulerSide:
         self._planner: OffloadPlanner | None = None
         self._prefetcher: Prefetcher | None = None
         self._admission: Admission | None = None
+        self._ends: CopyEnds | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:
         """vLLM has built its block pool; called once, before any request."""
@@ -114,6 +116,16 @@ class SchedulerSide:
                 self._steps,
             )
             self._prefetcher = self._make_prefetcher(pool)
+            self._ends = CopyEnds(
+                self._facts,
+                self._index,
+                self._residency,
+                self._ledger,
+                self._jobs,
+                self._requests,
+                self._planner,
+                self._prefetcher,
+            )
 
     def _make_prefetcher(self, pool: BlockPool) -> Prefetcher | None:
         if not self._facts.settings.prefetch_enabled:
@@ -140,6 +152,11 @@ class SchedulerSide:
     def admission(self) -> Admission:
         assert self._admission is not None, "vLLM has not bound its block pool yet"
         return self._admission
+
+    @property
+    def ends(self) -> CopyEnds:
+        assert self._ends is not None, "vLLM has not bound its block pool yet"
+        return self._ends
 
     # ---- a request arrives ---------------------------------------------------------------------------------------
 
@@ -254,7 +271,7 @@ class SchedulerSide:
         is_counted = not first_time
         if first_time and state.with_step:
             # Such a load does not fail, and its request may have ended before its end is told.
-            self._count_load(state, hit.local_tokens, ram_tokens, computed)
+            state.count(self._ledger, vram_hit=hit.local_tokens, ram_hit=ram_tokens, computed=computed)
             is_counted = True
         job = self._jobs.start_load(
             request.request_id,
@@ -309,7 +326,7 @@ class SchedulerSide:
             self.view.refresh()
             self._planned_at = self._clock()
             self._choice.begin_step(len(self._requests))
-            self._give_up_overdue_stores()
+            self.ends.give_up_overdue_stores()
             line = self._gate.take_line()
             if line.blocks:
                 self.planner.outrun()
@@ -356,119 +373,9 @@ class SchedulerSide:
                     self._costs.saw(work, seconds)
             for rank, results in report.results.items():
                 for result in results:
-                    ended = self._jobs.answer(rank, result)
-                    if isinstance(ended, StoreJob):
-                        self._store_ended(ended)
-                    elif isinstance(ended, LoadJob):
-                        self._load_ended(ended)
-                    elif isinstance(ended, PrefetchJob):
-                        self._prefetch_ended(ended)
+                    if (ended := self._jobs.answer(rank, result)) is not None:
+                        self.ends.ended(ended)
             self._ledger.ignored_answers = self._jobs.ignored_answers
-
-    def _store_ended(self, job: StoreJob) -> None:
-        self._ledger.store.in_flight -= len(job.slots)
-        self.planner.ended(len(job.slots))
-        if job.failed:
-            self._index.abandon(job.slots)
-            if not job.overdue:
-                self._ledger.store_failures += len(job.slots)
-                logger.warning("a store of %d blocks failed: %s", len(job.slots), job.detail)
-            return
-        kept = [i for i in range(len(job.slots)) if i not in job.lost]
-        self._index.abandon([job.slots[i] for i in job.lost])
-        self._ledger.refused[Refusal.SOURCE_REUSED] += len(job.lost)
-        stored = self._index.publish([job.slots[i] for i in kept]).published
-        for i in kept:
-            if self._index.state_of(job.keys[i]) is KeyState.READY:
-                self._residency.copied(job.keys[i])
-        self._ledger.store.blocks += stored
-        self._ledger.store.bytes += stored * self._facts.server_block_bytes
-        self._ledger.store.seconds += job.seconds
-        self._ledger.dedup_references += stored
-        self._ledger.dedup_unique += stored
-
-    def _load_ended(self, job: LoadJob) -> None:
-        self._ledger.load.in_flight -= len(job.slots)
-        self._quarantine(job)
-        self._index.unpin(job.slots)
-        state = self._requests.get(job.request_id)
-        if job.failed:
-            self._ledger.load_failures += len(job.gpu_blocks)
-            if state is not None:
-                state.load_failed = True
-                self._ledger.recomputed_tokens += job.ram_tokens
-                logger.warning("a load for request %s failed, it is computed instead: %s", job.request_id, job.detail)
-        else:
-            self.planner.in_vram_too(job.slots)
-            self._ledger.load.blocks += len(job.slots)
-            self._ledger.with_step_blocks += len(job.slots) if job.with_step else 0
-            self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
-            self._ledger.load.seconds += job.seconds
-            self._verified(job)
-            if self._prefetcher is not None:
-                self._prefetcher.budget.requests_loaded(len(job.slots))
-        if state is None:
-            self._ledger.refused[Refusal.ABORTED] += 0 if job.with_step or job.runs else len(job.gpu_blocks)
-        elif job.computed_tokens is not None:
-            failed_tokens = job.ram_tokens if job.failed else 0
-            self._count_load(
-                state, job.local_tokens, job.ram_tokens - failed_tokens, job.computed_tokens, failed_tokens
-            )
-
-    def _count_load(
-        self, state: RequestState, vram_hit: int, ram_hit: int, computed: int, failed_tokens: int = 0
-    ) -> None:
-        self._ledger.count_tokens(
-            vram_hit=vram_hit,
-            ram_hit=ram_hit,
-            missed=state.explanation.settled(computed, load_failed=failed_tokens),
-            seen_tokens=state.explanation.seen_tokens,
-        )
-
-    def _prefetch_ended(self, job: PrefetchJob) -> None:
-        assert self._prefetcher is not None, "an answer to a prefetch that nobody ordered"
-        self._ledger.load.in_flight -= len(job.slots)
-        self._quarantine(job)
-        self._prefetcher.ended(job)
-        if job.failed:
-            self._ledger.load_failures += len(job.gpu_blocks)
-            logger.warning("a prefetch of %d blocks failed: %s", len(job.gpu_blocks), job.detail)
-            return
-        self._ledger.load.blocks += len(job.slots)
-        self._ledger.load.bytes += len(job.slots) * self._facts.server_block_bytes
-        self._ledger.load.seconds += job.seconds
-        self._verified(job)
-
-    def _verified(self, job: LoadJob | PrefetchJob) -> None:
-        """The load ended well, so every checksum that its blocks have was right."""
-        if self._verifies is Verification.OFF:
-            return
-        is_all = self._verifies is Verification.ALL
-        self._ledger.verified_blocks += len(job.keys) if is_all else sum(map(in_sample, job.keys))
-
-    def _quarantine(self, job: LoadJob | PrefetchJob) -> None:
-        """What changed the bytes in these slots may change others there: nothing is stored in them again."""
-        if not job.corrupt_slots:
-            return
-        slots = sorted(job.corrupt_slots)
-        lost = self._index.quarantine(slots)
-        self._residency.copies_spared([key for key in lost if self._residency.is_clean(key)])
-        self._ledger.corrupt_blocks += len(slots)
-        self._ledger.checksum_failed_blocks += len(job.gpu_blocks)
-        logger.error(
-            "%d blocks in RAM are not what was stored there (%s). They are computed again, so answers stay right; "
-            "their slots are out of use. Check this machine's memory.",
-            len(slots),
-            job.detail,
-        )
-
-    def _give_up_overdue_stores(self) -> None:
-        """A store without an answer past its deadline is a block that was not stored; its slot stays out of use until
-        the answer comes, since the copy may still run."""
-        for job in self._jobs.overdue_stores():
-            self._index.discard(job.slots)
-            self._ledger.store_failures += len(job.slots)
-            logger.warning("a store of %d blocks got no answer in time", len(job.slots))
 
     # ---- a request ends, the cache is reset ------------------------------------------------------------------------
 
@@ -500,7 +407,13 @@ class SchedulerSide:
         self._ledger.recomputed_tokens += failed_tokens
         if load.computed_tokens is not None:
             ram_hit = load.ram_tokens - failed_tokens
-            self._count_load(state, load.local_tokens, ram_hit, load.computed_tokens, failed_tokens)
+            state.count(
+                self._ledger,
+                vram_hit=load.local_tokens,
+                ram_hit=ram_hit,
+                computed=load.computed_tokens,
+                failed_tokens=failed_tokens,
+            )
             load.computed_tokens = None
 
     def _log(self, request: Request, state: RequestState) -> None:

@@ -116,7 +116,7 @@ def test_a_changed_block_that_vram_still_has_is_stored_again() -> None:
         with_step=False,
     )
     engine.side._ledger.load.in_flight += 1
-    engine.side._load_ended(failed)
+    engine.side.ends.ended(failed)
     assert not residency.is_clean(keys[5])
     residency.check()
     engine.run()
