@@ -1,6 +1,6 @@
-"""A soak: real servers through real HTTP, for as long as told, and killed at random moments as often as told.
+"""A soak: a real server through real HTTP, for as long as told. What a SIGKILL leaves: `tests.e2e.kills`.
 
-    python -m tests.e2e.soak --seconds 3600 --kills 20 --report soak.json
+    python -m tests.e2e.soak --seconds 3600 --report soak.json
 
 Conversations grow, end and begin anew, some named, some hinted; prompts and answers of mixed lengths; clients that give
 up before, during and after the first token, and slow ones. Every finished answer is compared with that of plain vLLM
@@ -15,14 +15,12 @@ import json
 import os
 import platform
 import random
-import signal
-import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -31,15 +29,13 @@ import httpx
 import psutil
 
 from tests.e2e.server import Server
+from tests.e2e.tiny_models import save_model
 
 TALKS: Final = 20
 TURNS: Final = 5
 FIRST_TOKENS: Final = 90
 TURN_TOKENS: Final = 170
 MOST_ANSWER: Final = 24
-GONE_WITHIN_S: Final = 20.0
-REMOVED_AFTER_S: Final = 65.0
-"""Files of killed servers are removed once they are a minute old."""
 MOST_GROWTH: Final = 0.05
 """Of a process's memory, from the second quarter of a soak to the last."""
 
@@ -249,189 +245,60 @@ def faults_of(stats: dict[str, Any], played: Played, queried_before: int = 0) ->
     return [what for what, holds in must.items() if not holds]
 
 
-# ---- killed
-
-
-def shared_memory_of(family: Iterable[psutil.Process]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped."""
-    found: set[str] = set()
-    for process in family:
-        try:
-            found.update(m.path for m in process.memory_maps() if m.path.startswith("/dev/shm/"))
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return {path.removesuffix(" (deleted)") for path in found}
-
-
-@dataclass(frozen=True)
-class Traces:
-    """What a server has while it lives."""
-
-    family: list[psutil.Process]
-    shared: set[str]
-
-    @classmethod
-    def of(cls, server: Server) -> Traces:
-        family = server.family()
-        return cls(family, shared_memory_of(family))
-
-    def still_running(self, server: Server) -> list[str]:
-        """What is left of it a while after its end: processes, its port."""
-        _, alive = psutil.wait_procs(self.family, timeout=GONE_WITHIN_S)
-        found = [f"process {p.pid}" for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", server.port))
-            except OSError as error:
-                found.append(f"port {server.port}: {error}")
-        return found
-
-
-def kill(server: Server, *, whole: bool) -> None:
-    """SIGKILL to the server alone, as the kernel's OOM killer would; or to all of it at once, as a supervisor would."""
-    try:
-        if whole:
-            os.killpg(server.process.pid, signal.SIGKILL)
-        else:
-            server.process.kill()
-    except ProcessLookupError:
-        return
-
-
-async def _play_and_kill(soak: Soak, server: Server, after_s: float, *, whole: bool) -> Traces:
-    """The kill comes while requests run. What was answered before it is checked, nothing else is."""
-
-    async def client() -> None:
-        async with httpx.AsyncClient(base_url=server.url, timeout=20) as connection:
-            try:
-                await soak.client(connection, time.monotonic() + 300)
-            except httpx.HTTPError:
-                return
-
-    clients = [asyncio.create_task(client()) for _ in range(4)]
-    await asyncio.sleep(after_s)
-    traces = Traces.of(server)
-    kill(server, whole=whole)
-    await asyncio.gather(*clients)
-    return traces
-
-
-def kill_and_restart(
-    model: str,
-    right: Right,
-    kills: int,
-    *,
-    seed: int,
-    folder: Path,
-    options: Sequence[str] = (),
-    bystander: Server | None = None,
-) -> list[dict[str, Any]]:
-    """Starts a server, plays on it, kills it at a random moment, and again; a line for each kill.
-
-    One in four is killed while it starts; one in two with all of its processes at once. The last line is of a server
-    that starts after all of them and ends well: by then no file of theirs may be left.
-
-    Raises:
-        AssertionError: a server did not start.
-    """
-    dice = random.Random(seed)
-    lines: list[dict[str, Any]] = []
-    before = None if bystander is None else settled(bystander)["tokens"]
-    own = folder / "tmp"
-    own.mkdir()
-    shared: set[str] = set()
-    for number in range(kills):
-        whole = bool(number % 2)
-        server = Server(model, log=folder / f"killed-{number}.log", options=options, prefetch=True)
-        server.env |= {"TMPDIR": str(own)}
-        line: dict[str, Any] = {"number": number, "all_at_once": whole}
-        started = time.monotonic()
-        server.start()
-        if number % 4 == 3:
-            time.sleep(dice.uniform(0.0, 30.0))
-            traces = Traces.of(server)
-            kill(server, whole=whole)
-        else:
-            server.wait_until_ready()
-            line["start_s"] = round(time.monotonic() - started, 1)
-            soak = Soak(server, right, seed=seed + number)
-            traces = asyncio.run(_play_and_kill(soak, server, dice.uniform(0.0, 8.0), whole=whole))
-            line |= {"checked": soak.played.checked, "wrong": len(soak.played.wrong)}
-        server.process.wait(30)
-        server.client.close()
-        line["killed_after_s"] = round(time.monotonic() - started, 1)
-        line["left"] = traces.still_running(server)
-        shared |= traces.shared
-        if bystander is not None:
-            line["bystander"] = "untouched" if bystander.stats()["tokens"] == before else "touched"
-        lines.append(line)
-        print(json.dumps(line), file=sys.stderr, flush=True)
-    if kills:
-        time.sleep(REMOVED_AFTER_S)
-        last = Server(model, log=folder / "last.log", options=options)
-        last.env |= {"TMPDIR": str(own)}
-        with last:
-            last.complete(prompt_of(0, 0))
-        files = [path for path in sorted(shared) if Path(path).exists()] + [str(path) for path in sorted(own.iterdir())]
-        lines.append({"number": "last", "left": files})
-        print(json.dumps(lines[-1]), file=sys.stderr, flush=True)
-    return lines
-
-
 # ---- from the command line
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """What both programs are told."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", help="a folder with a model; a tiny Llama with random weights where not given")
+    parser.add_argument("--seed", type=int, default=1, help="of all that is random (%(default)s)")
+    parser.add_argument("--report", type=Path, help="the figures as JSON go here, too")
+    parser.add_argument("serve", nargs="*", help="after --: options of `kvortex serve`")
+    return parser
+
+
+def report_of(options: argparse.Namespace, play: Callable[[str, Path], dict[str, Any]]) -> int:
+    """Plays in a folder of its own and tells. 1 if there were faults."""
+    with tempfile.TemporaryDirectory(prefix="kvortex-soak-") as name:
+        folder = Path(name)
+        figures = play(options.model or str(save_model("llama", folder / "tiny-llama")), folder)
+    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {platform.platform()}"
+    text = json.dumps({"machine": machine, **figures}, indent=1)
+    print(text)
+    if options.report is not None:
+        options.report.write_text(text + "\n")
+    return int(bool(figures["faults"]))
+
+
+def right_by_plain_vllm(model: str, folder: Path, serve: Sequence[str]) -> Right:
+    with Server(model, log=folder / "plain.log", options=[*serve, "--set", "kv_cache.backend=none"]) as plain:
+        return right_answers(plain)
 
 
 def main() -> int:
     """1 if anything was wrong or left behind."""
-    parser = argparse.ArgumentParser(description="a soak of `kvortex serve`, and SIGKILLs at random moments")
-    parser.add_argument("--model", help="a folder with a model; a tiny Llama with random weights where not given")
+    parser = parser_of("a soak of `kvortex serve`")
     parser.add_argument("--seconds", type=float, default=600.0, help="of the soak (%(default)s)")
-    parser.add_argument("--kills", type=int, default=20, help="servers that are killed after it (%(default)s)")
     parser.add_argument(
         "--ram", default="4MB", help="host RAM; the conversations of the tiny Llama take 6 MB (%(default)s)"
     )
     parser.add_argument("--at-once", type=int, default=6, help="clients (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of all that is random (%(default)s)")
-    parser.add_argument("--report", type=Path, help="the figures as JSON go here, too")
-    parser.add_argument("serve", nargs="*", help="after --: options of `kvortex serve`")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kvortex-soak-") as name:
-        folder = Path(name)
-        model = options.model or _tiny_model(folder)
-        report = soak_and_kill(model, folder, options)
-    text = json.dumps(report, indent=1)
-    print(text)
-    if options.report is not None:
-        options.report.write_text(text + "\n")
-    return int(bool(report["faults"]))
+
+    def play(model: str, folder: Path) -> dict[str, Any]:
+        right = right_by_plain_vllm(model, folder, options.serve)
+        with Server(model, log=folder / "soaked.log", options=options.serve, prefetch=True, ram=options.ram) as server:
+            played = Soak(server, right, seed=options.seed, at_once=options.at_once).play(options.seconds)
+            return figures_of(settled(server), played)
+
+    return report_of(options, play)
 
 
-def soak_and_kill(model: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Plain vLLM's answers, the soak, the kills beside the soaked server; figures and faults."""
-    with Server(model, log=folder / "plain.log", options=[*options.serve, "--set", "kv_cache.backend=none"]) as plain:
-        right = right_answers(plain)
-    with Server(model, log=folder / "soaked.log", options=options.serve, prefetch=True, ram=options.ram) as server:
-        played = Soak(server, right, seed=options.seed, at_once=options.at_once).play(options.seconds)
-        stats = settled(server)
-        faults = faults_of(stats, played)
-        kills = kill_and_restart(
-            model,
-            right,
-            options.kills,
-            seed=options.seed,
-            folder=folder,
-            options=options.serve,
-            bystander=server,
-        )
-        if kills and settled(server)["tokens"] != stats["tokens"]:
-            faults.append("the server beside the killed ones was touched")
-    faults += [f"kill {line['number']} left {line['left']}" for line in kills if line["left"]]
-    faults += [f"kill {line['number']}: {line['wrong']} wrong answers" for line in kills if line.get("wrong")]
+def figures_of(stats: dict[str, Any], played: Played) -> dict[str, Any]:
     memory = {name: growth(samples) for name, samples in played.rss.items()}
-    faults += [f"{name} grew by {g['grown']:.1%}" for name, g in memory.items() if g["grown"] > MOST_GROWTH]
+    grown = [f"{name} grew by {g['grown']:.1%}" for name, g in memory.items() if g["grown"] > MOST_GROWTH]
     return {
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {platform.platform()}",
         "kvortex": stats["kvortex"],
         "vllm": stats["vllm"],
         "seconds": round(played.seconds, 1),
@@ -440,15 +307,8 @@ def soak_and_kill(model: str, folder: Path, options: argparse.Namespace) -> dict
         "wrong": played.wrong[:10],
         "memory": memory,
         "stats": {name: stats[name] for name in ("tokens", "store", "load", "evicted", "prefetch", "failures")},
-        "kills": kills,
-        "faults": faults,
+        "faults": [*faults_of(stats, played), *grown],
     }
-
-
-def _tiny_model(folder: Path) -> str:
-    from tests.e2e.tiny_models import save_model
-
-    return str(save_model("llama", folder / "tiny-llama"))
 
 
 if __name__ == "__main__":
