@@ -10,6 +10,7 @@ os.environ.update(
     OMP_NUM_THREADS="1",  # with more, a busy machine makes requests many times slower
     VLLM_NO_USAGE_STATS="1",
     VLLM_CPU_SIM_MULTI_NUMA="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # two ranks would want two NUMA nodes
     HF_HUB_OFFLINE="1",
     VLLM_LOGGING_LEVEL="WARNING",
 )
