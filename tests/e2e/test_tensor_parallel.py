@@ -38,8 +38,11 @@ def test_both_ranks_restore_their_part_and_one_that_does_not_is_found_out(two_he
             after = vllm.stats()
             assert after["tokens"]["ram_hit"] - before["tokens"]["ram_hit"] == 3 * HIT_BLOCKS * BLOCK_SIZE
         assert after["failures"]["load"] == after["failures"]["store"] == 0
-        assert after["load"]["bytes"] == after["load"]["blocks"] * after["tiers"]["ram"]["capacity_bytes"] // (
-            after["tiers"]["ram"]["capacity_blocks"]
+        assert (
+            after["load"]["bytes"]
+            == after["load"]["blocks"]
+            * after["tiers"]["ram"]["capacity_bytes"]
+            // (after["tiers"]["ram"]["capacity_blocks"])
         )
 
         vllm.evict_vram()
