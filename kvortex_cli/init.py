@@ -116,6 +116,7 @@ def render(model: str, sizing: Sizing, ram: Ram, report: GpuReport | None, troub
     import json
 
     from kvortex import __version__
+    from kvortex.config.settings import KVCacheSettings
     from kvortex.sizes import format_bytes
     from kvortex_cli.sizing import Suggestion
 
@@ -129,9 +130,14 @@ def render(model: str, sizing: Sizing, ram: Ram, report: GpuReport | None, troub
     ]
     if trouble:
         lines.append(f"# The model's size is not known: {_one_line(trouble)}")
+    prefetch = KVCacheSettings.model_fields["prefetch_enabled"].default
     fixed = (
         Suggestion("backend", '"kvortex"', '"none" serves plain vLLM, to compare with'),
-        Suggestion("prefetch_enabled", "true", "load a conversation's blocks before its next turn needs them"),
+        Suggestion(
+            "prefetch_enabled",
+            str(prefetch).lower(),
+            "true brings conversations back before they ask; not measured on a GPU",
+        ),
     )
     own = sorted((*fixed, *sizing.kv_cache), key=lambda suggestion: _ORDER.index(suggestion.key))
     top = [Suggestion("model", json.dumps(model, ensure_ascii=False), ""), *sizing.vllm]

@@ -20,6 +20,8 @@ def sessions_tables(document: Line) -> list[Table]:
 
 def _of_engine(engine: Line, top: int) -> Table:
     lines: Sequence[Line] = engine["sessions"]
+    if not engine["enabled"]:
+        return Table("conversations are told apart only with kv_cache.prefetch_enabled: true", box=None)
     title = f"{engine['known']:,} conversations known, the {min(top, len(lines))} heard of last"
     table = Table(title=title, title_justify="left")
     table.add_column("conversation", overflow="fold")

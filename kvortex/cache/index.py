@@ -16,12 +16,11 @@ longer the more blocks are held.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvortex.cache.key_table import KeyTable
-from kvortex.cache.policies.base import BlockInfo, EvictionPolicy
+from kvortex.cache.policies.base import EvictionPolicy
 from kvortex.cache.slots import Completed, KeyState, RefusalReason, Refused, Reservation, Room, SlotState
 from kvortex.cache.usage import SlotUsage
 from kvortex.keys import BlockKey
@@ -64,7 +63,6 @@ class BlockIndex:
         self._quarantined: set[int] = set()
         self._states = bytearray(num_slots)
         self._keys = [_NO_KEY] * num_slots
-        self._positions = array("i", [0]) * num_slots
 
     # ---- looking: no side effect
 
@@ -205,15 +203,13 @@ class BlockIndex:
 
     # ---- storing: a reservation and its end
 
-    def reserve(self, keys: Sequence[BlockKey], *, positions: Sequence[int] = ()) -> Reservation | Refused:
+    def reserve(self, keys: Sequence[BlockKey]) -> Reservation | Refused:
         """A slot for each key, all or nothing: free ones, then READY unpinned ones as the policy chooses.
 
         Args:
             keys: distinct and absent; the caller leaves out the others.
-            positions: index of each block in its prompt, for the policy; 0 where not given.
         """
         count = len(keys)
-        assert not positions or len(positions) == count, f"{len(positions)} positions for {count} keys"
         absent = len(self.absent(keys))
         assert absent == count, f"{count - absent} of the {count} keys to reserve are READY or WRITING"
         distinct = len(set(keys))
@@ -226,11 +222,10 @@ class BlockIndex:
         evicted = self._evict(count - self.free) if count > self.free else []
         slots = self._free[: -count - 1 : -1]
         del self._free[self.free - count :]
-        states, slot_keys, slot_positions = self._states, self._keys, self._positions
-        for slot, key, position in zip(slots, keys, positions or [0] * count, strict=True):
+        states, slot_keys = self._states, self._keys
+        for slot, key in zip(slots, keys, strict=True):
             states[slot] = _WRITING
             slot_keys[slot] = key
-            slot_positions[slot] = position
         self._writing.update(zip(keys, slots, strict=True))
         return Reservation(tuple(slots), tuple(evicted))
 
@@ -270,7 +265,7 @@ class BlockIndex:
             states[slot] = _READY
         keys = [self._keys[slot] for slot in written]
         self._ready.add(keys, written)
-        self._policy.admitted(written, BlockInfo(keys, [self._positions[slot] for slot in written]))
+        self._policy.admitted(written, keys)
         if self.usage is not None:
             self.usage.stored(written)
         self._release(doomed)

@@ -48,7 +48,7 @@ class Miss(Enum):
     """In a block that is held, but not what comes before it, or not by every KV group."""
     LOAD_FAILED = "load_failed"
     """A load was ordered, and failed or was refused."""
-    NOT_WORTH = "not_worth"
+    QUICKER_COMPUTED = "quicker_computed"
     """RAM held it, and computing was expected to be faster than loading."""
     NOT_ASKED = "not_asked"
     """The request did not want cached blocks: it needs the logits of its whole prompt."""
@@ -87,22 +87,22 @@ class MissExplainer:
         self._in_vram = in_vram
 
     def explain(
-        self, keys_of: KeysOf, num_tokens: int, hit_tokens: int, *, salted: bool = False, not_worth_tokens: int = 0
+        self, keys_of: KeysOf, num_tokens: int, hit_tokens: int, *, salted: bool = False, declined_tokens: int = 0
     ) -> Explanation:
         """Why a prompt of `num_tokens` is computed from `hit_tokens` on. To be asked before its blocks are allocated.
 
         Args:
             keys_of: a group's keys, one for each complete block of the prompt.
-            not_worth_tokens: behind the hit, held by RAM and not loaded by choice.
+            declined_tokens: behind the hit, held by RAM and not loaded by choice.
         """
         size = self._first.block_size
         keys = keys_of(self._first)
         end = min((num_tokens - 1) // self._alignment * self._alignment, len(keys) * size)
         missed: Counter[Miss] = Counter()
         seen = hit_tokens
-        if not_worth_tokens:
-            missed[Miss.NOT_WORTH] = not_worth_tokens
-            seen += not_worth_tokens
+        if declined_tokens:
+            missed[Miss.QUICKER_COMPUTED] = declined_tokens
+            seen += declined_tokens
         # Up to `seen`, every token has its reason.
         for block in range(seen // size, end // size):
             miss = self._fate(keys[block], keys_of, block * size)

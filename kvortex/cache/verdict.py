@@ -26,7 +26,7 @@ WORDS: Final[Mapping[Miss, str]] = {
     Miss.LAST_BLOCK: "last, unfinished block",
     Miss.UNUSABLE: "held, but not what is before",
     Miss.LOAD_FAILED: "load failed",
-    Miss.NOT_WORTH: "computing is faster",
+    Miss.QUICKER_COMPUTED: "computing is faster",
     Miss.NOT_ASKED: "request wants no cache",
 }
 """A reason in a table's cell."""
@@ -85,7 +85,7 @@ def judge(stats: Stats) -> Verdict:
     return Verdict(state, _sentence(state, stats, reasons), reasons)
 
 
-_LOST: Final = (Miss.EVICTED, Miss.NOT_STORED, Miss.UNUSABLE, Miss.LOAD_FAILED, Miss.NOT_WORTH)
+_LOST: Final = (Miss.EVICTED, Miss.NOT_STORED, Miss.UNUSABLE, Miss.LOAD_FAILED, Miss.QUICKER_COMPUTED)
 """Tokens in blocks that were seen before: a better cache could have given these."""
 
 
@@ -160,6 +160,6 @@ _TEXTS: Final[Mapping[Miss, Callable[[Stats], str]]] = {
     ),
     Miss.UNUSABLE: _always("are in blocks that are held, but what comes before them in the prompt is not"),
     Miss.LOAD_FAILED: _always("were in RAM and their load failed; the server's log says why"),
-    Miss.NOT_WORTH: _always("were in RAM, and computing them was expected to take less time than loading"),
+    Miss.QUICKER_COMPUTED: _always("were in RAM, and computing them was expected to take less time than loading"),
     Miss.NOT_ASKED: _always("belong to requests that must not use cached blocks, such as those for prompt_logprobs"),
 }

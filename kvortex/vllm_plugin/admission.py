@@ -146,7 +146,7 @@ class Admission:
             request.num_tokens,
             hit.local_tokens + hit.ram_tokens,
             salted=request.cache_salt is not None,
-            not_worth_tokens=declined_tokens,
+            declined_tokens=declined_tokens,
         )
 
 

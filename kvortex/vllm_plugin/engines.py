@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvortex.cache.holdings import BlockOrder
+from kvortex.config.settings import KVCacheSettings
+from kvortex.hardware import usable_ram_bytes
 from kvortex.vllm_plugin.stats_socket import ask_engine
 
 if TYPE_CHECKING:
@@ -37,7 +39,10 @@ class Engines:
             return None
         engine_id = str(transfer.engine_id)
         size = int(vllm_config.parallel_config.data_parallel_size)
-        prefetch = bool(transfer.kv_connector_extra_config.get("prefetch_enabled", True))
+        settings = KVCacheSettings.from_extra_config(
+            transfer.kv_connector_extra_config, available_ram_bytes=usable_ram_bytes()
+        )
+        prefetch = settings.prefetch_enabled
         if size == 1:
             return cls((engine_id,), prefetch)
         return cls(tuple(f"{engine_id}_dp{rank}" for rank in range(size)), prefetch)

@@ -150,7 +150,11 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     for reason, requests in stats["request_log"]["dropped"].items():
         logged.add_metric([reason], requests)
     yield logged
-    sessions = GaugeMetricFamily("kvortex_sessions", "Conversations", labels=["state"])
+    sessions = GaugeMetricFamily(
+        "kvortex_sessions",
+        "Conversations known, with kv_cache.prefetch_enabled; requests under way",
+        labels=["state"],
+    )
     for state in ("known", "active"):
         sessions.add_metric([state], stats["sessions"][state])
     yield sessions

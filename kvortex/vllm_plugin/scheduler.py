@@ -315,8 +315,9 @@ class SchedulerSide:
         """The engine's part of `/kvortex/sessions`: the `top` sessions heard of last, of one caller or of all."""
         with self._lock:
             if self._prefetcher is None:
-                return {"known": 0, "sessions": []}
-            return {"known": len(self._prefetcher.book), "sessions": self._prefetcher.lines(top, caller)}
+                return {"enabled": False, "known": 0, "sessions": []}
+            lines = self._prefetcher.lines(top, caller)
+            return {"enabled": True, "known": len(self._prefetcher.book), "sessions": lines}
 
     # ---- each step -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import yaml
 
 from kvortex.config.machine import MachineFacts
 from kvortex.config.resolve import CommandLine, ResolvedConfig, resolve
+from kvortex.config.settings import KVCacheSettings
 from kvortex.errors import UsageError
 from kvortex.hardware.gpu import Driver, Gpu, GpuReport
 from kvortex.hardware.memory import CgroupLimit, Ram
@@ -59,6 +60,12 @@ def written(tmp_path: Path, ram: Ram, cards: tuple[Gpu, ...], shape: KVShape | N
 def values(ram: Ram, cards: tuple[Gpu, ...], shape: KVShape | None) -> dict[str, str]:
     sizing = suggest(ram, cards, shape)
     return {suggestion.key: suggestion.value for suggestion in (*sizing.vllm, *sizing.kv_cache)}
+
+
+def test_what_no_machine_decides_is_the_default(tmp_path: Path) -> None:
+    written_settings = written(tmp_path, RAM, gpus(2), SHAPE).kv_cache
+    defaults = KVCacheSettings(ram_cache_size=1)
+    assert written_settings == defaults.model_copy(update={"ram_cache_size": written_settings.ram_cache_size})
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 8])

@@ -33,7 +33,10 @@ def line(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-DOCUMENT = {"top": 20, "engines": [{"known": 31, "sessions": [line(), line(session="[b]" + "x" * 99, silent_s=None)]}]}
+DOCUMENT = {
+    "top": 20,
+    "engines": [{"enabled": True, "known": 31, "sessions": [line(), line(session="[b]" + "x" * 99, silent_s=None)]}],
+}
 
 
 def text(document: dict[str, Any]) -> str:
@@ -51,9 +54,17 @@ def test_a_line_tells_when_it_is_expected_where_its_blocks_are_and_what_was_brou
 
 
 def test_who_is_not_expected_any_more_is_said_and_salts_are_not_shown() -> None:
-    document = {"top": 1, "engines": [{"known": 1, "sessions": [line(expected_in_s=None, salted=True)]}]}
+    document = {
+        "top": 1,
+        "engines": [{"enabled": True, "known": 1, "sessions": [line(expected_in_s=None, salted=True)]}],
+    }
     assert "never" in text(document)
     assert "chat-1 (salted)" in text(document)
+
+
+def test_a_server_that_tells_no_conversations_apart_says_why() -> None:
+    off = {"top": 20, "engines": [{"enabled": False, "known": 0, "sessions": []}]}
+    assert "only with kv_cache.prefetch_enabled: true" in text(off)
 
 
 def test_json_is_the_servers_document(monkeypatch: pytest.MonkeyPatch) -> None:

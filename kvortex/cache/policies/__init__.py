@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kvortex.cache.policies.adaptive import Adaptive
-from kvortex.cache.policies.base import BlockInfo, Choice, EvictionPolicy
+from kvortex.cache.policies.base import Choice, EvictionPolicy
 from kvortex.cache.policies.lru import LRU
 from kvortex.cache.policies.priority import Priority
 from kvortex.errors import UsageError
@@ -17,7 +17,6 @@ __all__ = [
     "EVICTION_POLICIES",
     "LRU",
     "Adaptive",
-    "BlockInfo",
     "Choice",
     "EvictionPolicy",
     "Priority",

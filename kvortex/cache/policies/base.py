@@ -16,23 +16,9 @@ tail. A block without the ones before it is never hit: a policy should give up a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvortex.keys import BlockKey
-
-
-@dataclass(frozen=True, slots=True)
-class BlockInfo:
-    """What is known of a batch of blocks when they are admitted. Sequences parallel to the batch's slots.
-
-    Attributes:
-        keys: for policies that remember blocks after they are gone.
-        positions: index of each block in its prompt; 0 is the head, or not known.
-    """
-
-    keys: Sequence[BlockKey]
-    positions: Sequence[int]
 
 
 class Choice(NamedTuple):
@@ -73,8 +59,12 @@ class EvictionPolicy(Protocol):
         """
         ...
 
-    def admitted(self, slots: Sequence[int], blocks: BlockInfo) -> None:
-        """Unknown slots became READY: they are evictable."""
+    def admitted(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """Unknown slots became READY: they are evictable.
+
+        Args:
+            keys: of each slot's block, for policies that remember blocks after they are gone.
+        """
         ...
 
     def used(self, slots: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from kvortex.cache.policies.base import BlockInfo, Choice, displace
+from kvortex.cache.policies.base import Choice, displace
 from kvortex.keys import BlockKey
 
 _OUTSIDE = -1
@@ -42,7 +42,7 @@ class LRU:
     def answered(self, keys: Sequence[BlockKey], num_output_tokens: int) -> None:
         pass
 
-    def admitted(self, slots: Sequence[int], blocks: BlockInfo) -> None:  # noqa: ARG002
+    def admitted(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
         self._append(slots)
 
     def used(self, slots: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvortex.cache.policies.base import BlockInfo, Choice, displace
+from kvortex.cache.policies.base import Choice, displace
 from kvortex.cache.policies.ranked import Ranked
 from kvortex.keys import BlockKey
 
@@ -56,7 +56,7 @@ class Priority:
     def answered(self, keys: Sequence[BlockKey], num_output_tokens: int) -> None:
         pass
 
-    def admitted(self, slots: Sequence[int], blocks: BlockInfo) -> None:  # noqa: ARG002
+    def admitted(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:  # noqa: ARG002
         for slot in slots:
             assert self._state[slot] == _UNKNOWN, f"slot {slot} is here already"
             self._state[slot] = _EVICTABLE

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvortex.cache.policies import Adaptive, BlockInfo
+from kvortex.cache.policies import Adaptive
 from kvortex.cache.policies.adaptive import policy as policy_module
 from kvortex.cache.policies.adaptive.facts import NUM_FACTS, cut
 from kvortex.cache.policies.adaptive.hazard import EDGES_S, HazardModel, age_bin
@@ -49,7 +49,7 @@ def test_a_held_block_outlives_the_memory_of_its_prompt(few_ghosts: None) -> Non
     clock = FakeClock()
     policy = Adaptive(NUM_SLOTS, clock=clock)
     policy.prompt(keys_of(1, 2, 3), 48)
-    policy.admitted([0, 1, 2], BlockInfo(keys_of(1, 2, 3), [0, 1, 2]))
+    policy.admitted([0, 1, 2], keys_of(1, 2, 3))
     for number in range(10, 60):
         clock.advance(1.0)
         policy.prompt(keys_of(number), 16)
@@ -86,7 +86,7 @@ def test_every_count_holds_whatever_happens(seed: int) -> None:
         held = {key: slot for key, slot in held.items() if slot not in victims}
         fresh = [key for key in fresh if key not in declined]
         slots = [slot for slot in range(NUM_SLOTS) if slot not in held.values()][: len(fresh)]
-        policy.admitted(slots, BlockInfo(fresh, [0] * len(fresh)))
+        policy.admitted(slots, fresh)
         held.update(zip(fresh, slots, strict=True))
         pinned = [slot for slot in held.values() if slot not in blocked and generator.random() < 0.2]
         policy.blocked(pinned)
@@ -107,9 +107,9 @@ def test_ghosts_among_blocks_that_nobody_told_of_stay_in_their_own_runs() -> Non
     policy = Adaptive(NUM_SLOTS, clock=FakeClock())
     prompt = keys_of(*range(8))
     policy.prompt(prompt, 128)
-    policy.admitted(list(range(8)), BlockInfo(prompt, [0] * 8))
+    policy.admitted(list(range(8)), prompt)
     assert sorted(policy.evict(5)) == [3, 4, 5, 6, 7]
-    policy.admitted([3, 4, 5, 6, 7], BlockInfo(prompt[3:], [0] * 5))
+    policy.admitted([3, 4, 5, 6, 7], prompt[3:])
     policy.check()
     assert sorted(policy.evict(8)) == list(range(8))
 
@@ -130,7 +130,7 @@ def test_an_answers_blocks_belong_to_its_prompt() -> None:
     policy = Adaptive(NUM_SLOTS, clock=FakeClock())
     policy.prompt(keys_of(1, 2), 32)
     policy.answered(keys_of(1, 2, 3, 4), 32)
-    policy.admitted([0, 1, 2, 3], BlockInfo(keys_of(1, 2, 3, 4), [0, 0, 0, 0]))
+    policy.admitted([0, 1, 2, 3], keys_of(1, 2, 3, 4))
     policy.check()
     assert policy.evict(4) == [3, 2, 1, 0]
 
@@ -139,7 +139,7 @@ def test_a_head_under_a_pinned_tail_goes_only_when_nothing_else_is_left() -> Non
     policy = Adaptive(NUM_SLOTS, clock=FakeClock())
     for numbers, slots in (((1, 2), [0, 1]), ((11, 12), [2, 3])):
         policy.prompt(keys_of(*numbers), 32)
-        policy.admitted(slots, BlockInfo(keys_of(*numbers), [0, 1]))
+        policy.admitted(slots, keys_of(*numbers))
     policy.blocked([1])
     assert policy.evict(3) == [3, 2, 0]
 
@@ -163,7 +163,7 @@ def test_new_blocks_that_are_worth_least_are_declined_from_their_tail() -> None:
             kept = [key for key in fresh if key not in declined]
             assert kept == fresh[: len(kept)]
             free = [slot for slot in range(NUM_SLOTS) if slot not in slot_of.values()][: len(kept)]
-            policy.admitted(free, BlockInfo(kept, [0] * len(kept)))
+            policy.admitted(free, kept)
             slot_of.update(zip(kept, free, strict=True))
             policy.answered(keys, output)
         declined_share.append(len(declined) / 4)

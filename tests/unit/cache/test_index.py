@@ -12,7 +12,7 @@ from kvortex.cache.index import (
     Reservation,
     SlotState,
 )
-from kvortex.cache.policies import BlockInfo, make_policy
+from kvortex.cache.policies import make_policy
 from kvortex.cache.policies.lru import LRU
 from kvortex.keys import BlockKey, block_key
 
@@ -430,32 +430,27 @@ class Recorder(LRU):
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
-        self.admissions: list[tuple[list[int], list[BlockKey], list[int]]] = []
+        self.admissions: list[tuple[list[int], list[BlockKey]]] = []
         self.victims: list[int] | None = None
 
-    def admitted(self, slots: Sequence[int], blocks: BlockInfo) -> None:
-        self.admissions.append((list(slots), list(blocks.keys), list(blocks.positions)))
-        super().admitted(slots, blocks)
+    def admitted(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        self.admissions.append((list(slots), list(keys)))
+        super().admitted(slots, keys)
 
     def evict(self, count: int) -> list[int]:
         return super().evict(count) if self.victims is None else self.victims
 
 
-def test_the_policy_hears_of_a_blocks_place_when_it_is_published() -> None:
+def test_the_policy_hears_of_a_block_when_it_is_published() -> None:
     policy = Recorder(4)
     index = BlockIndex(4, policy)
-    reservation = index.reserve(to_keys([1, 2, 3]), positions=[7, 8, 9])
+    reservation = index.reserve(to_keys([1, 2, 3]))
     assert isinstance(reservation, Reservation)
     assert policy.admissions == []
     index.discard(reservation.slots[1:2])
     index.publish(reservation.slots)
     kept = [reservation.slots[0], reservation.slots[2]]
-    assert policy.admissions == [(kept, to_keys([1, 3]), [7, 9])]
-
-
-def test_positions_go_with_keys() -> None:
-    with pytest.raises(AssertionError, match="1 positions for 2 keys"):
-        new_index(4).reserve(to_keys([1, 2]), positions=[0])
+    assert policy.admissions == [(kept, to_keys([1, 3]))]
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ def test_a_long_new_prompt_is_not_searched_to_its_end():
 def test_a_load_that_was_not_worth_it():
     cache = Cache()
     cache.ram(0, 1, 2)
-    told = cache.explain(100, 16, not_worth_tokens=32)
-    assert told.missed == {Miss.NOT_WORTH: 32, Miss.NEW_TAIL: 48, Miss.LAST_BLOCK: 4}
+    told = cache.explain(100, 16, declined_tokens=32)
+    assert told.missed == {Miss.QUICKER_COMPUTED: 32, Miss.NEW_TAIL: 48, Miss.LAST_BLOCK: 4}
     assert told.seen_tokens == 48
 
 
@@ -152,7 +152,7 @@ def test_reasons_sum_to_what_is_computed_wherever_blocks_are(states, num_tokens,
     last = (num_tokens - 1) // 16
     hit_blocks = min(hit_blocks, last)
     not_worth = min(not_worth, last - hit_blocks)
-    told = cache.explain(num_tokens, hit_blocks * 16, salted=salted, not_worth_tokens=not_worth * 16)
+    told = cache.explain(num_tokens, hit_blocks * 16, salted=salted, declined_tokens=not_worth * 16)
     assert told.missed.total() == num_tokens - hit_blocks * 16
     assert min(told.missed.values()) > 0
     assert hit_blocks * 16 <= told.seen_tokens <= num_tokens

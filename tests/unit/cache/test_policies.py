@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvortex.cache.policies import EVICTION_POLICIES, Adaptive, BlockInfo, EvictionPolicy, make_policy
+from kvortex.cache.policies import EVICTION_POLICIES, Adaptive, EvictionPolicy, make_policy
+from kvortex.config.settings import EVICTION_POLICIES as CONFIGURABLE
 from kvortex.errors import UsageError
 from kvortex.keys import BlockKey, block_key
 from tests.fakes.clock import FakeClock
@@ -25,8 +26,8 @@ def lru() -> EvictionPolicy:
 
 
 def admit(policy: EvictionPolicy, slots: Sequence[int]) -> None:
-    """Blocks whose keys and positions follow from their slots."""
-    policy.admitted(slots, BlockInfo(keys_of(slots), list(slots)))
+    """Blocks whose keys follow from their slots."""
+    policy.admitted(slots, keys_of(slots))
 
 
 def keys_of(numbers: Sequence[int], group: int = 0) -> list[BlockKey]:
@@ -126,7 +127,7 @@ def test_prompts_and_answers_change_no_slot(policy: EvictionPolicy) -> None:
 def test_groups_of_one_prompt_are_blocks_of_their_own(policy: EvictionPolicy) -> None:
     for group in (0, 1):
         policy.prompt(keys_of([0, 1], group), 32)
-    policy.admitted([0, 1, 2, 3], BlockInfo([*keys_of([0, 1], 0), *keys_of([0, 1], 1)], [0, 1, 0, 1]))
+    policy.admitted([0, 1, 2, 3], [*keys_of([0, 1], 0), *keys_of([0, 1], 1)])
     assert sorted(evict_all(policy)) == [0, 1, 2, 3]
 
 
@@ -149,7 +150,7 @@ def test_a_prompts_tail_goes_before_the_head_that_others_share(policy: EvictionP
         keys = keys_of(prompt)
         policy.prompt(keys, 64)
         fresh = [slot for slot in prompt if slot > 1 or prompt[2] == 2]
-        policy.admitted(fresh, BlockInfo(keys_of(fresh), [prompt.index(slot) for slot in fresh]))
+        policy.admitted(fresh, keys_of(fresh))
         policy.used(prompt)
         policy.answered(keys, 10)
     victims = evict_all(policy)
@@ -306,3 +307,7 @@ def test_an_unknown_policy_lists_the_known_ones() -> None:
         make_policy("magic", 1)
     assert caught.value.hint is not None
     assert all(name in caught.value.hint for name in EVICTION_POLICIES)
+
+
+def test_the_configuration_knows_these_and_no_others() -> None:
+    assert sorted(CONFIGURABLE) == sorted(EVICTION_POLICIES)

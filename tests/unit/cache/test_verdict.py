@@ -52,7 +52,7 @@ def test_a_ram_that_is_too_small_is_named_with_its_counts():
     [
         (Miss.NOT_STORED, "offload_threshold"),
         (Miss.LOAD_FAILED, "log"),
-        (Miss.NOT_WORTH, "less time than loading"),
+        (Miss.QUICKER_COMPUTED, "less time than loading"),
         (Miss.UNUSABLE, "comes before"),
     ],
 )

@@ -348,7 +348,7 @@ def test_switched_off_there_is_nothing() -> None:
     engine = MiniVllm(prefetch=False)
     engine.run(request("first", hashes_of(1, 20), session="a"))
     assert engine.side.hint("a", None) == {"enabled": False}
-    assert engine.side.sessions(10) == {"known": 0, "sessions": []}
+    assert engine.side.sessions(10) == {"enabled": False, "known": 0, "sessions": []}
     assert engine.side.may_prefetch() == {"due": False}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,15 @@ def document() -> dict[str, Any]:
     ledger.count_tokens(vram_hit=0, ram_hit=60, missed={Miss.EVICTED: 40}, seen_tokens=100)
     tiers = {"vram": {"capacity_blocks": 10}, "ram": {"capacity_blocks": 20}}
     return {"model": "m", "block_size": 16, "tiers": tiers, **ledger.as_dict()}
+
+
+@pytest.mark.parametrize(("given", "prefetch"), [({}, False), ({"prefetch_enabled": True}, True)])
+def test_the_server_prefetches_as_its_engines_do(given: dict[str, Any], prefetch: bool) -> None:
+    transfer = SimpleNamespace(
+        kv_connector="KVortexConnector", engine_id="e", kv_connector_extra_config={"ram_cache_size": "1GB", **given}
+    )
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(data_parallel_size=1))
+    assert Engines.of(config) == Engines(("e",), prefetch)
 
 
 class Answering(Engines):

@@ -43,7 +43,7 @@ class FakeEngines(engines.Engines):
 
     def sessions(self, top: int, caller: Any) -> dict[str, Any]:
         self.told.append((top, caller))
-        return {"top": top, "engines": [{"known": 1, "sessions": []}]}
+        return {"top": top, "engines": [{"enabled": True, "known": 1, "sessions": []}]}
 
 
 class FakeClient:

@@ -22,7 +22,7 @@ from kvortex.cache.policies.adaptive.lru_judge import LRUJudge
 from kvortex.cache.policies.adaptive.newcomers import Newcomers
 from kvortex.cache.policies.adaptive.prompts import Prompts
 from kvortex.cache.policies.adaptive.runs import NO_RUN, Runs
-from kvortex.cache.policies.base import BlockInfo, Choice, displace
+from kvortex.cache.policies.base import Choice, displace
 from kvortex.keys import BlockKey
 
 _MIN_GHOSTS: Final = 1 << 16
@@ -86,13 +86,12 @@ class Adaptive:
 
     # ---- slots
 
-    def admitted(self, slots: Sequence[int], blocks: BlockInfo) -> None:
+    def admitted(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         self._make_room(len(slots))
-        keys = blocks.keys
         places = self._known.hold(keys, slots)
         strangers = [i for i, place in enumerate(places) if place is None]
         if strangers:
-            self._meet(strangers, blocks)
+            self._meet(strangers, keys)
             met = self._known.hold([keys[i] for i in strangers], [slots[i] for i in strangers])
             for i, place in zip(strangers, met, strict=True):
                 places[i] = place
@@ -138,13 +137,13 @@ class Adaptive:
         runs.keys[run] = tuple(changed)
         return end
 
-    def _meet(self, strangers: Sequence[int], blocks: BlockInfo) -> None:
+    def _meet(self, strangers: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Blocks of which no prompt told, or so long ago that it was forgotten: each stretch of them is a prompt."""
         start = 0
         for end in range(1, len(strangers) + 1):
-            if end < len(strangers) and _follows(strangers[end - 1], strangers[end], blocks.positions):
+            if end < len(strangers) and strangers[end] == strangers[end - 1] + 1:
                 continue
-            self._told.strangers([blocks.keys[i] for i in strangers[start:end]], self._now_s())
+            self._told.strangers([keys[i] for i in strangers[start:end]], self._now_s())
             start = end
 
     def used(self, slots: Sequence[int]) -> None:
@@ -256,10 +255,3 @@ def _remembered(keys: Sequence[BlockKey], depths: Sequence[int]) -> tuple[list[B
     ghosts += forgotten[every]
     del forgotten[every]
     return ghosts, forgotten
-
-
-def _follows(before: int, after: int, positions: Sequence[int]) -> bool:
-    """Whether two blocks of a batch, by their places in it, may be neighbours in a prompt."""
-    if after != before + 1:
-        return False
-    return positions[after] == positions[before] + 1 or positions[after] == positions[before] == 0
