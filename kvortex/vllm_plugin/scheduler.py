@@ -6,7 +6,8 @@
     workers answer       update_connector_output    -> slots published or unpinned, tokens counted
     request ends         request_finished           -> its blocks are cold
 
-vLLM calls all of these from one thread. Another thread reads the statistics, hence the lock; nothing waits under it.
+vLLM calls all of these from one thread. Another thread reads the statistics and brings hints, hence the lock; nothing
+waits under it.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class SchedulerSide:
         self._choice = LoadChoice(self._costs, clock)
         self._steps = StepLog()
         self._started_at = self._planned_at = clock()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # taken again where vLLM's pool tells of what is done under it
         self._view: PoolView | None = None
         self._planner: OffloadPlanner | None = None
         self._prefetcher: Prefetcher | None = None
@@ -520,8 +521,11 @@ class SchedulerSide:
 
 
 class _PoolEvents:
-    """Turns what the pool view hears into the scheduler side's state. Runs inside vLLM's calls: short, no lock
-    (vLLM's thread is the only writer, and the counters read by the other thread are single integers)."""
+    """Turns what the pool view hears into the scheduler side's state. Runs inside vLLM's calls, for each block.
+
+    Only what the other thread also changes or goes through takes the lock, the sessions; of all else it reads single
+    counters and entries.
+    """
 
     def __init__(self, side: SchedulerSide) -> None:
         self._side = side
@@ -546,7 +550,9 @@ class _PoolEvents:
                 side.planner.outrun()
                 side._losses.not_stored(key)
             if side._prefetcher is not None:
-                side._prefetcher.block_taken(block_id, key)
+                with side._lock:
+                    side._prefetcher.block_taken(block_id, key)
 
     def prefix_cache_reset(self) -> None:
-        self._side.prefix_cache_reset()
+        with self._side._lock:
+            self._side.prefix_cache_reset()

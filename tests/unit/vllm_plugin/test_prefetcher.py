@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -382,3 +383,27 @@ def test_random_conversations_never_read_what_is_not_their_own_and_nothing_leaks
     assert snapshot["tiers"]["ram"]["pinned_blocks"] == 0
     assert snapshot["load"]["in_flight"] == snapshot["store"]["in_flight"] == 0
     assert snapshot["prefetch"]["used_blocks"] > 5
+
+
+def test_sessions_change_only_under_the_lock_that_hints_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's pool tells of blocks amid vLLM's own calls, while another thread may go through the sessions."""
+    engine = MiniVllm()
+    engine.run(request("first", hashes_of(1, 4), session="a"))
+    book, lock = engine.prefetcher.book, engine.side._lock
+    lost, is_free = book.lost, []
+
+    def could_take() -> bool:
+        taken = lock.acquire(blocking=False)
+        if taken:
+            lock.release()
+        return taken
+
+    def told(key: Any) -> None:
+        with ThreadPoolExecutor(1) as others:
+            is_free.append(others.submit(could_take).result())
+        lost(key)
+
+    monkeypatch.setattr(book, "lost", told)
+    push_out(engine)
+    assert is_free
+    assert not any(is_free)
