@@ -8,7 +8,7 @@ StepLoads    loads that the step's own kernels read, layer by layer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -132,8 +132,8 @@ class CopyEngine(Protocol):
         """The answers since the last call; never blocks."""
         ...
 
-    def promise(self, window_s: float) -> list[JobId]:
-        """Loads that will have ended within `window_s` seconds, each told once; never blocks.
+    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
+        """Loads that will have ended within `window_s` seconds, but `never` these; each told once; does not block.
 
         Who hears of a load only at its end loses a step or two before its request runs. A promised load is not given
         up any more: its answer is DONE, or the device has failed. Until the answer its slots and GPU blocks are in use;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -281,7 +281,7 @@ class CpuCopyEngine:
         step_answers, self._step_answers = self._step_answers, []
         return step_answers + self._queue.answers()
 
-    def promise(self, window_s: float) -> list[JobId]:  # noqa: ARG002 - there is no device that could keep it
+    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:  # noqa: ARG002 - no device keeps it
         """Nothing: kernels of the CPU run in the caller, where nothing but the host could hold them."""
         return []
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -179,9 +179,9 @@ class CudaCopyEngine:
             answers += lane.collect()
         return answers
 
-    def promise(self, window_s: float) -> list[JobId]:
+    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
         """Loads that will have ended within `window_s`; the estimate is that of a link beside a running model."""
-        return self._lanes[Direction.LOAD].promise(window_s) if self._lanes else []
+        return self._lanes[Direction.LOAD].promise(window_s, never) if self._lanes else []
 
     def hold_kernels(self, job_ids: Sequence[JobId]) -> None:
         """The calling thread's current stream waits for these promised loads."""

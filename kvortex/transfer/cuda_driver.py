@@ -90,7 +90,7 @@ class CudaDriver:
 
     @property
     def gpu_uuid(self) -> str:
-        """As NVML writes it: GPU-00000000-..., of a slice MIG-..."""
+        """As NVML writes a GPU's: GPU-00000000-...; of a MIG slice, for which NVML writes MIG-, with GPU- too."""
         raw = (ctypes.c_ubyte * 16)()
         self._call("cuDeviceGetUuid_v2", raw, self._device)
         return f"GPU-{uuid.UUID(bytes=bytes(raw))}"

@@ -171,26 +171,34 @@ class Lane:
             del self._jobs[answer.job_id]
         return answers
 
-    def promise(self, window_s: float) -> list[JobId]:
-        """Loads that will have ended within `window_s`; see `CopyEngine.promise`."""
+    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
+        """Loads that will have ended within `window_s`, but `never` these; see `CopyEngine.promise`."""
         if not self._jobs or self._slab.refusal or not self._changed.acquire(blocking=False):
             return []
         try:
             self._take_note()
             if self._held is not None:
                 return []
-            return self._queue.promise(int(window_s * self._bounds.bytes_per_s) // self._block_bytes)
+            max_blocks = int(window_s * self._bounds.bytes_per_s) // self._block_bytes
+            return self._queue.promise(max_blocks, never)
         finally:
             self._changed.release()
 
     def end_of(self, job_ids: Collection[JobId]) -> End | None:
-        """The end of these promised jobs, after enqueueing what of them is not yet, past every bound; None if ended."""
+        """The end of these promised jobs, after enqueueing what of them is not yet, past every bound; None if ended.
+
+        Raises:
+            RuntimeError: one of them was refused. Kernels would run on bytes that are not there.
+        """
         while True:
             with self._changed:
                 # The lane's thread may be in the middle of a piece, which comes first.
                 self._changed.wait_for(lambda: not self._is_enqueueing)
                 self._take_note()
                 if not self._queue.has_waiting(job_ids):
+                    if fault := self._queue.fault_of(job_ids):
+                        raise RuntimeError(f"a promised load failed: {fault}")
+                    self._call_thread()  # it may have left the queue to this thread
                     ends = [way.end for way in self._under_way if way.piece.job_id in job_ids]
                     return ends[-1] if ends else None
                 full = len(self._under_way) >= MAX_PIECES
@@ -252,6 +260,8 @@ class Lane:
             if end is None:
                 self._queue.finish(piece, fault)
             else:
+                if fault is not None:
+                    self._queue.fail(piece, fault)
                 self._under_way.append(_UnderWay(piece, end, fault))
                 self._bytes_ahead += self._bytes_of(piece)
             self._changed.notify_all()
@@ -290,8 +300,8 @@ class Lane:
                 self._mover.wait_for(job.fence)
                 job.fence = None
             self._mover.enqueue(piece, pinned=pinned)
-        except RuntimeError as error:
-            fault = str(error)
+        except Exception as error:  # noqa: BLE001 - a kernel's compiler may raise anything: it is this order's answer
+            fault = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
             self._fault = piece.job_id, fault
         try:
             return self._mover.mark(), fault

@@ -17,7 +17,12 @@ def nearest_node(gpu_uuid: str) -> int | None:
 
     if len(read_host().numa_nodes) < 2:
         return None
-    return next((gpu.numa_node for gpu in read_gpus().gpus if gpu.uuid == gpu_uuid), None)
+    return next((gpu.numa_node for gpu in read_gpus().gpus if _bare(gpu.uuid) == _bare(gpu_uuid)), None)
+
+
+def _bare(uuid: str) -> str:
+    """Without what kind of device it is of: the driver and NVML differ there over a MIG slice."""
+    return uuid.partition("-")[2]
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> str:

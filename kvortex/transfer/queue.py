@@ -153,8 +153,25 @@ class OrderQueue:
             elif job.num_copied == job.num_blocks:
                 self._answer(job, Outcome.DONE)
 
-    def promise(self, max_blocks: int) -> list[JobId]:
-        """Loads of which nothing is left behind the next `max_blocks` to be copied; never late from now on."""
+    def fail(self, piece: Piece, fault: str) -> None:
+        """A piece was refused, and part of it may be running: nothing more of its job begins, nor is it promised."""
+        with self._changed:
+            if (job := self._jobs.get(piece.job_id)) is not None:
+                self._give_up(job, Outcome.FAILED, fault)
+
+    def fault_of(self, job_ids: Collection[JobId]) -> str:
+        """Why one of these is given up, whether answered by now or not; "" when none is."""
+        with self._changed:
+            given_up = [job.detail for i, job in self._jobs.items() if i in job_ids and job.given_up is not None]
+            failed = [a.detail for a in self._answers if a.job_id in job_ids and a.outcome is not Outcome.DONE]
+            return next(iter(given_up + failed), "")
+
+    def promise(self, max_blocks: int, never: Collection[JobId] = ()) -> list[JobId]:
+        """Loads of which nothing is left behind the next `max_blocks` to be copied; not late from now on.
+
+        Args:
+            never: loads that are not promised, and keep their deadline.
+        """
         promised = []
         with self._changed:
             for job in self._jobs.values():
@@ -163,7 +180,7 @@ class OrderQueue:
                 max_blocks -= job.num_blocks - job.num_copied
                 if max_blocks < 0:
                     break
-                if job.given_up is None and not job.is_promised:
+                if job.given_up is None and not job.is_promised and job.order.job_id not in never:
                     job.is_promised = True
                     promised.append(job.order.job_id)
         return promised

@@ -14,7 +14,7 @@ between each and its checksum.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from kvortex.messages import BoolArray, CopyOrder, Direction, JobId, JobResult, LinkFacts, Outcome
@@ -131,9 +131,9 @@ class VerifyingEngine:
                 answers.append(self._answer(way_or_none, copied))
         return answers
 
-    def promise(self, window_s: float) -> list[JobId]:
+    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
         """Of the loads that are being copied: their checksums were right."""
-        return self._copies.promise(window_s)
+        return self._copies.promise(window_s, never)
 
     def hold_kernels(self, job_ids: Sequence[JobId]) -> None:
         self._copies.hold_kernels(job_ids)

@@ -121,10 +121,11 @@ class WorkerSide:
         self.submit_stores()
         assert self._step_loads is None, "a step began before the last one's kernels were submitted"
         self._layer_waits.begin_step()
-        if plan.timed_as and self._rank == 0:
-            self._stopwatch = self._stopwatches[plan.timed_as] = self.engine.stopwatch()
         if needed := [job_id for job_id in plan.needed if job_id in self._promised]:
             self.engine.hold_kernels(needed)
+        # Behind the wait for those loads: it is not what the step computes.
+        if plan.timed_as and self._rank == 0:
+            self._stopwatch = self._stopwatches[plan.timed_as] = self.engine.stopwatch()
         # Taken before this step's kernels are submitted: none of them reads a block that the step loads into, so a
         # load need not wait for them. Taken behind the loads above: their blocks may be this step's targets.
         loads = plan.loads or plan.step_loads or plan.prefetches
@@ -198,9 +199,7 @@ class WorkerSide:
             return
         # vLLM hears of a load at the end of a step and runs its request a step later. A load that ends by then is told
         # now, and the kernels that need it wait for it on the device, should it be late.
-        for job_id in self._engine.promise(min(step_s, MAX_PROMISE_S)):
-            if job_id in self._unpromisable:
-                continue
+        for job_id in self._engine.promise(min(step_s, MAX_PROMISE_S), self._unpromisable):
             request_id, _ = self._waiting.pop(job_id)
             self._promised.add(job_id)
             self._finished.add(request_id)

@@ -6,6 +6,7 @@ The seed is in the test's name; a failure repeats with it.
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 
 import pytest
 
@@ -43,11 +44,11 @@ class ChaosEngine(HeldEngine):
             self._answers.append(self._rng.choice(list(self._last_answer.values())))  # an answer that comes twice
         return super().poll()
 
-    def promise(self, window_s: float) -> list[JobId]:
+    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
         loads = [
             order.job_id
             for order in self._held.values()
-            if order.direction is Direction.LOAD and order.job_id not in self._promised
+            if order.direction is Direction.LOAD and order.job_id not in {*self._promised, *never}
         ]
         promised = [job_id for job_id in loads if self._rng.random() < 0.5]
         self._promised.update(promised)

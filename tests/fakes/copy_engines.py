@@ -7,7 +7,7 @@ engine that is worked by hand.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -67,10 +67,10 @@ class HeldEngine:
     def stopwatch(self) -> Stopwatch:
         return HostStopwatch()
 
-    def promise(self, window_s: float) -> list[JobId]:
+    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
         """What `promise_next` was told to promise, once."""
         promised, self.promise_next = self.promise_next, []
-        return [job_id for job_id in promised if job_id in self._held]
+        return [job_id for job_id in promised if job_id in self._held and job_id not in never]
 
     def hold_kernels(self, job_ids: Sequence[JobId]) -> None:
         """As late as a device may be: the promised bytes come now, just before the kernels."""

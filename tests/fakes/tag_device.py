@@ -7,7 +7,7 @@ fences allow; kernels run at any moment after they were submitted. Both are as e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,11 +184,13 @@ class TagDevice:
         answers, self._answers = self._answers, []
         return answers
 
-    def promise(self, window_s: float) -> list[JobId]:
+    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
         """As many loads as `promise_next` says, the oldest first."""
         promised: list[JobId] = []
         for job_id, copy in self._copies.items():
-            if len(promised) < self.promise_next and copy.order.direction is Direction.LOAD and self.may_fail(job_id):
+            if len(promised) == self.promise_next:
+                break
+            if copy.order.direction is Direction.LOAD and self.may_fail(job_id) and job_id not in never:
                 copy.promised = True
                 promised.append(job_id)
         self.promise_next = 0

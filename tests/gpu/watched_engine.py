@@ -6,7 +6,7 @@ write it again. Nothing waits for them until the end, so the copies race as they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -95,8 +95,8 @@ class WatchedEngine:
                 self._compare([order])
         return results
 
-    def promise(self, window_s: float) -> list[JobId]:
-        return [] if self.loses_loads else self._inner.promise(window_s)
+    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
+        return [] if self.loses_loads else self._inner.promise(window_s, never)
 
     def hold_kernels(self, job_ids: Sequence[JobId]) -> None:
         self._inner.hold_kernels(job_ids)

@@ -30,7 +30,7 @@ class FakeStream:
         self.enqueued: list[tuple[str, object]] = []
         self.enqueued_by: list[str] = []
         self.num_run = 0
-        self.faults: dict[int, str] = {}
+        self.faults: dict[int, str | Exception] = {}
         self.is_dead = False
         self.unpinned_gate, self.unpinned_begun = threading.Event(), threading.Event()
         self.threads: set[str] = set()
@@ -50,8 +50,8 @@ class FakeStream:
         self.enqueued.append(("copy" if pinned else "copy unpinned", blocks))
         self.enqueued_by.append(threading.current_thread().name)
         for block in blocks:
-            if block in self.faults:
-                raise RuntimeError(self.faults[block])
+            if (fault := self.faults.get(block)) is not None:
+                raise fault if isinstance(fault, Exception) else RuntimeError(fault)
 
     def mark(self) -> FakeEnd:
         if self.is_dead:
@@ -441,4 +441,52 @@ def test_nothing_is_promised_where_memory_could_not_be_pinned():
     bench.slab.refusal = "no more"
     bench.add(order(1, LOAD, same([1])))
     assert bench.lane.promise(100.0) == []
+    bench.end()
+
+
+def test_a_load_whose_copy_was_refused_is_not_promised_while_its_other_copies_run() -> None:
+    bench = Bench(ahead=10)
+    bench.stream.faults[3] = "CUDA_ERROR_OUT_OF_MEMORY"
+    bench.add(order(1, LOAD, same([1, 2, 3])), order(2, LOAD, same([4])))
+    assert bench.lane.collect() == [], "the refused copy's stream has not got there"
+    assert bench.lane.promise(1000.0) == [2]
+    bench.stream.run()
+    assert [(a.job_id, a.outcome) for a in bench.collect(2)] == [(1, Outcome.FAILED), (2, Outcome.DONE)]
+    bench.end()
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_kernels_do_not_follow_a_promised_load_whose_copy_was_refused(runs: bool) -> None:
+    bench = Bench(ahead=2)
+    bench.stream.faults[4] = "CUDA_ERROR_OUT_OF_MEMORY"
+    bench.add(order(1, LOAD, same([1, 2, 3, 4])))
+    assert bench.lane.promise(1000.0) == [1]
+    if runs:
+        bench.stream.run()
+    with pytest.raises(RuntimeError, match="a promised load failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        bench.lane.end_of({1})
+    bench.end()
+
+
+@pytest.mark.parametrize("inline_pieces", [0, 1000])
+def test_whatever_enqueueing_raises_is_the_orders_answer_and_the_lane_goes_on(inline_pieces: int) -> None:
+    """A kernel's compiler raises what it likes: OSError of a full disk, its own errors."""
+    bench = Bench(inline_pieces=inline_pieces)
+    bench.stream.faults[1] = OSError(28, "No space left on device")
+    bench.add(order(1, LOAD, same([1])), order(2, LOAD, same([2])))
+    bench.stream.run()
+    failed, done = bench.collect(2)
+    assert (failed.job_id, failed.outcome, done.job_id, done.outcome) == (1, Outcome.FAILED, 2, Outcome.DONE)
+    assert failed.detail == "OSError: [Errno 28] No space left on device"
+    bench.end()
+
+
+def test_what_is_not_to_be_promised_keeps_its_deadline() -> None:
+    bench = Bench()
+    bench.add(order(1, LOAD, same([1, 2, 3]), deadline_s=10.0), order(2, LOAD, same([4]), deadline_s=10.0))
+    assert bench.lane.promise(100.0, {1}) == [2]
+    bench.clock.advance(60.0)
+    bench.stream.run()
+    answers = {answer.job_id: answer.outcome for answer in bench.collect(2)}
+    assert answers == {1: Outcome.TIMED_OUT, 2: Outcome.DONE}
     bench.end()

@@ -165,11 +165,12 @@ def test_a_card_is_measured_once_and_a_new_fragment_size_alone(tmp_path: Path, p
     assert [size for size, _ in probed.asked] == [8192] * 3  # type: ignore[misc]
 
 
-def test_a_gpu_without_memory_to_spare_is_not_tuned_and_works(
-    tmp_path: Path, probed: type[FakeProbe], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), OSError("no room for a compiled kernel")])
+def test_a_gpu_that_cannot_be_measured_is_not_tuned_and_works(
+    tmp_path: Path, probed: type[FakeProbe], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def full(self: FakeProbe, driver: Any) -> None:
-        raise RuntimeError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(FakeProbe, "__init__", full)
     assert tune(FakeDriver(), [4096], tmp_path).kernel_ctas == {}  # type: ignore[arg-type]

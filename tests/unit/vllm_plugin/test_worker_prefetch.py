@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +35,8 @@ class FakeEngine:
         assert after == "before this step's kernels"
         self.submitted += orders
 
-    def promise(self, window_s: float) -> list[JobId]:
-        return [order.job_id for order in self.submitted]
+    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
+        return [order.job_id for order in self.submitted if order.job_id not in never]
 
     def poll(self) -> list[JobResult]:
         ended, self.ended = self.ended, []
@@ -86,3 +87,25 @@ def test_no_request_hears_of_it_and_the_scheduler_side_once(worker: Any, engine:
     results = worker.take_report().results[0]
     assert [(result.job_id, result.outcome) for result in results] == [(1, outcome)]
     assert not worker._unpromisable
+
+
+def test_the_wait_for_promised_loads_is_not_timed_as_the_steps_computing(worker: Any, engine: FakeEngine) -> None:
+    order_of_calls: list[str] = []
+
+    class Watch:
+        def stop(self) -> None:
+            order_of_calls.append("stop")
+
+        def seconds(self) -> float | None:
+            return None
+
+    def stopwatch() -> Watch:
+        order_of_calls.append("start")
+        return Watch()
+
+    engine.stopwatch = stopwatch  # type: ignore[attr-defined]
+    engine.hold_kernels = lambda job_ids: order_of_calls.append(f"hold {job_ids}")  # type: ignore[attr-defined]
+    step(worker, StepPlan(loads=[load(2)], requests={JobId(2): "r"}))  # promised at its end
+    engine.submitted = []
+    step(worker, StepPlan(needed=[JobId(2)], timed_as=7))
+    assert order_of_calls == ["hold [2]", "start", "stop"]
