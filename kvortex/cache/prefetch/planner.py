@@ -1,10 +1,10 @@
 """Which blocks to bring back next, one chunk at a time.
 
 First what waiting requests ask for, in their order; then what hints name, in theirs; then conversations that are about
-to go on, by value per byte: probability of a return while the block would last in VRAM, times the time that computing
-it takes. Bytes are equal among blocks, so it is value per block. Nothing is planned where requests might miss the
-blocks, where what would go is as likely to be asked for, or where the budget is spent. What was planned and has not
-begun is dropped as soon as its request comes: that one loads the rest itself.
+to go on, by value per byte and second: probability of a return while the block would last in VRAM, times the time that
+computing it takes, over the time that it would lie there unused. Bytes are equal among blocks. Nothing is planned where
+requests might miss the blocks, where what would go is as likely to be asked for, or where the budget is spent. What was
+planned and has not begun is dropped as soon as its request comes: that one loads the rest itself.
 """
 
 from __future__ import annotations
@@ -213,8 +213,14 @@ class PrefetchPlanner:
 
     def _best_guesses(self, now: float, horizon_s: float) -> list[tuple[float, Session]]:
         likely = [(p, s) for p, s in self._book.likeliest(now, horizon_s, _CONSIDERED) if p >= LEAST_P and s.is_silent]
-        likely.sort(key=lambda pair: pair[0] * self._seconds_a_block(pair[1]), reverse=True)
+        likely.sort(
+            key=lambda pair: pair[0] * self._seconds_a_block(pair[1]) / self._waits_s(pair[1], now), reverse=True
+        )
         return likely
+
+    def _waits_s(self, session: Session, now: float) -> float:
+        """How long its blocks would lie in VRAM before they are used; no less than what brings a part of them."""
+        return max(_CHUNK_S, self._book.half_back_in_s(session, now))
 
     def _seconds_a_block(self, session: Session) -> float:
         """Computing time that each block that VRAM lacks would save; relative while nothing was measured."""

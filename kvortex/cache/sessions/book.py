@@ -230,6 +230,10 @@ class SessionBook:
             return 1.0
         return self.rhythms.p_return_within(session.habit, now - session.silent_since, horizon_s)
 
+    def half_back_in_s(self, session: Session, now: float) -> float:
+        """In how many seconds half of those like this silent session are back; infinity where so many never are."""
+        return self.rhythms.half_back_in_s(session.habit, now - session.silent_since)
+
     def expected_in_s(self, session: Session, now: float) -> float:
         """When a silent session is expected, from now; infinity for not any more."""
         return self.rhythms.expected_in_s(session.habit, now - session.silent_since)

@@ -139,6 +139,23 @@ class Rhythms:
             log_silent += covered / (EDGES_S[bin_] - begin) * math.log1p(-share)
         return -math.expm1(log_silent)
 
+    def half_back_in_s(self, habit: Habit, silent_s: float) -> float:
+        """In how many seconds half of such conversations are back; infinity where so many never are.
+
+        Within a bin they come back at a steady rate, so that it is exact to more than a bin.
+        """
+        wanted = math.log(2)
+        passed_s = 0.0
+        for bin_ in range(bin_of(silent_s), NUM_BINS):
+            begin = EDGES_S[bin_ - 1] if bin_ else 0.0
+            left_s = EDGES_S[bin_] - max(silent_s, begin)
+            rate = -math.log1p(-min(self._share(habit, bin_), 1 - 1e-9)) / (EDGES_S[bin_] - begin)
+            if rate * left_s >= wanted:
+                return passed_s + wanted / rate
+            wanted -= rate * left_s
+            passed_s += left_s
+        return math.inf
+
     def expected_in_s(self, habit: Habit, silent_s: float) -> float:
         """When to expect it, from now: half of those that come back at all are back by then, to the bin's end.
         Infinity for who is not expected any more."""

@@ -260,6 +260,24 @@ def test_the_likelier_conversation_comes_first() -> None:
     assert old.number != tool.number
 
 
+def test_of_those_that_are_sure_to_return_the_one_that_is_due_comes_first() -> None:
+    """Both will be back well before VRAM loses anything: whoever is brought early only takes the other's place."""
+    stage = generous(Stage())
+    for habit in HABITS:
+        for _ in range(200):
+            for bin_ in range(4):
+                stage.book.rhythms.stayed_silent(habit, bin_)
+            stage.book.rhythms.returned(habit, 3.0)
+    due = stage.talk(1, 30)
+    stage.clock.advance(2.5)
+    fresh = stage.talk(2, 30, turns=1)
+    horizon_s = 60.0
+    assert min(stage.book.p_return_within(s, stage.clock(), horizon_s) for s in (due, fresh)) > 0.9
+    first = stage.plan()
+    assert first is not None
+    assert first.target.session is due
+
+
 def test_nothing_goes_that_is_as_likely_to_be_asked_for() -> None:
     stage = generous(Stage(capacity=40))
     for habit in HABITS:

@@ -111,3 +111,23 @@ def test_habits_change() -> None:
 def test_nobody_is_expected_after_the_last_bin() -> None:
     assert Rhythms().p_return_within(pace(0), 2 * EDGES_S[-1], math.inf) == 0
     assert Rhythms().expected_in_s(pace(0), 2 * EDGES_S[-1]) == math.inf
+
+
+@pytest.mark.parametrize("silent_s", [0.0, 0.6, 1.5, 3.0])
+def test_half_are_back_when_half_of_those_still_silent_were(silent_s: float) -> None:
+    """Tools that take 1 to 5 s, any time of it as likely."""
+    rhythms, dice = Rhythms(), random.Random(0)
+    gaps = [dice.uniform(1.0, 5.0) for _ in range(400)]
+    for gap_s in gaps:
+        live_through(rhythms, pace(2), gap_s)
+    longer = sorted(gap_s - silent_s for gap_s in gaps if gap_s > silent_s)
+    assert rhythms.half_back_in_s(pace(2), silent_s) == pytest.approx(longer[len(longer) // 2], rel=0.35)
+    p = rhythms.p_return_within(pace(2), silent_s, rhythms.half_back_in_s(pace(2), silent_s))
+    assert p == pytest.approx(0.5)
+
+
+def test_where_more_than_half_never_are_back_it_is_never() -> None:
+    rhythms = Rhythms()
+    for i in range(400):
+        live_through(rhythms, pace(2), 2.0 if i % 4 == 0 else math.inf)
+    assert rhythms.half_back_in_s(pace(2), 0.0) == math.inf
