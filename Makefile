@@ -30,10 +30,14 @@ help:
 	@echo 'make demo        conversations that outgrow the KV pool, with and without KVortex; a few minutes'
 	@echo 'make test        linters, types, layers and all tests'
 	@echo 'make lint        the first three alone'
-	@echo 'make bench       the micro-benchmarks'
+	@echo 'make bench       the benchmarks that need neither GPU nor model: index, scheduler step, policies,'
+	@echo '                 checksums, and two loads in virtual time; some minutes'
 	@echo 'make clean       removes everything that make made'
 	@echo
 	@echo 'PYTHON=python3.12 picks the Python, ACCELERATOR=cpu the vLLM build, VENV=.venv the environment.'
+
+# The others load a model or need a GPU; their docstrings say what.
+BENCHMARKS := index.py scheduler_step.py 'eviction.py --seeds 1' verify.py virtual_turns.py virtual_sessions.py
 
 # --- what the targets stand on: one environment, one model -----------------------------------------------------
 
@@ -79,7 +83,8 @@ test: lint $(DEMO_MODEL)/config.json
 
 .PHONY: bench
 bench: $(VENV)/installed
-	@set -e; for benchmark in benchmarks/*.py; do echo "$$benchmark"; $(VENV)/bin/python $$benchmark; done
+	@set -e; for benchmark in $(BENCHMARKS); do \
+		echo "benchmarks/$$benchmark"; $(VENV)/bin/python benchmarks/$$benchmark; done
 
 .PHONY: clean
 clean:

@@ -16,7 +16,7 @@ ask() {
     echo
 }
 
-# X-Session-Id names the conversation. Blocks are found by content, with or without a name.
+# X-Session-Id names the conversation, for a server that prefetches. Blocks are found by content, with or without it.
 chat() {
     ask /v1/chat/completions -H 'Content-Type: application/json' -H "X-Session-Id: curl-$$" -d "$1"
 }

@@ -6,13 +6,15 @@
 
 Nothing in the client is special: blocks are found by what the prompt says. A name for each conversation lets the server
 know which requests belong together: `prompt_cache_key` in the body, as here, or a header `X-Session-Id`. Give two
-conversations two names, and one conversation the same name in every turn.
+conversations two names, and one conversation the same name in every turn. KVortex looks at names only where it
+prefetches: `--set kv_cache.prefetch_enabled=true`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import uuid
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +39,7 @@ class Conversation:
     def __init__(self, client: OpenAI, model: str, document: Path) -> None:
         self._client = client
         self._model = model
-        self._name = document.name
+        self._name = f"{document.name}-{uuid.uuid4()}"  # another run, or another user, may have a file of that name
         self._messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": document.read_text()}]
 
     def ask(self, question: str, max_tokens: int) -> str:
@@ -72,14 +74,14 @@ def main() -> None:
     headers = {"Authorization": f"Bearer {options.api_key}"}
     with client, httpx.Client(base_url=options.url, headers=headers, timeout=30) as server:
         model = client.models.list().data[0].id
-        conversations = {document.name: Conversation(client, model, document) for document in options.documents}
+        conversations = [(document, Conversation(client, model, document)) for document in options.documents]
         for turn, question in enumerate(QUESTIONS, start=1):
-            for name, conversation in conversations.items():
+            for document, conversation in conversations:
                 before = served(server)
                 answer = conversation.ask(question, options.max_tokens)
                 now = served(server)
                 vram, ram, computed = (after - earlier for after, earlier in zip(now, before, strict=True))
-                print(f"{name}, turn {turn}: {vram} tokens from VRAM, {ram} from RAM, {computed} computed")
+                print(f"{document}, turn {turn}: {vram} tokens from VRAM, {ram} from RAM, {computed} computed")
                 print(f"  {answer}")
 
 

@@ -1,9 +1,9 @@
 """A chat client that tells the server when its user begins to type, so that the conversation is back in VRAM by then.
 
-    kvortex serve MODEL
+    kvortex serve MODEL --set kv_cache.prefetch_enabled=true
     python examples/prefetch_hint.py --url http://localhost:8000
 
-Works against any server with KVortex; one without it, or with `prefetch_enabled: false`, only answers later.
+Without `prefetch_enabled`, which is off by default, the server refuses each hint with 409: answers are the same, later.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ class Chat:
         except httpx.HTTPError as error:
             print(f"(no hint: {error})", file=sys.stderr)
             return
-        if answer.status_code == 202:
-            found = answer.json()
-            print(f"({found['ram_blocks']} blocks on their way, {found['vram_blocks']} there)", file=sys.stderr)
+        if answer.status_code != httpx.codes.ACCEPTED:
+            print(f"(no hint: {answer.status_code} {answer.text})", file=sys.stderr)
+            return
+        found = answer.json()
+        print(f"({found['ram_blocks']} blocks on their way, {found['vram_blocks']} there)", file=sys.stderr)
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     )
     yield CounterMetricFamily(
         "kvortex_dedup_references",
-        "Complete blocks that RAM held already, and those it took",
+        "Complete blocks offered to RAM, whether it held them already or took them",
         value=stats["dedup"]["references"],
     )
     yield CounterMetricFamily(

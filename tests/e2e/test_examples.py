@@ -54,7 +54,8 @@ def test_openai_conversations_come_back_from_ram(server, tmp_path):
     done = run([*script, *(str(tmp_path / name) for name in DOCUMENTS)], OPENAI_API_KEY=KEY)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = re.findall(r"^(\S+), turn (\d): (\d+) tokens from VRAM, (\d+) from RAM, (\d+) computed", done.stdout, re.M)
-    assert [(name, int(turn)) for name, turn, *_ in lines] == [(name, turn) for turn in (1, 2, 3) for name in DOCUMENTS]
+    paths = [str(tmp_path / name) for name in DOCUMENTS]
+    assert [(path, int(turn)) for path, turn, *_ in lines] == [(path, turn) for turn in (1, 2, 3) for path in paths]
     now = server.stats()["tokens"]
     for place, tier in ((2, "vram_hit"), (3, "ram_hit"), (4, "computed")):
         assert sum(int(line[place]) for line in lines) == now[tier] - before[tier], tier

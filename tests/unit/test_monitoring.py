@@ -98,6 +98,8 @@ def test_the_dashboard_shows_every_kind_of_thing_that_is_measured():
         "prefetch",
         "sessions",
         "missed",
+        "admission_waits",
+        "verified",
     ):
         assert f"kvortex_{word}" in shown, word
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import configparser
+import os
+import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +21,32 @@ from kvortex.errors import UsageError
 from kvortex.sizes import parse_duration
 
 UNIT = Path(__file__).parent.parent.parent / "examples" / "kvortex.service"
+
+
+def header_commands() -> list[str]:
+    """What the file's own comment tells an administrator to run, in order."""
+    return re.findall(r"^#   (\S.*)$", UNIT.read_text(), re.MULTILINE)
+
+
+def test_its_installation_makes_the_folder_first_and_shows_the_secrets_to_nobody(tmp_path):
+    """Its commands run as they stand, with every program but the shell's own and `install` a stand-in."""
+    stand_ins = tmp_path / "bin"
+    stand_ins.mkdir()
+    for program in ("useradd", "python3", "pip", "systemctl", "journalctl"):
+        (stand_ins / program).write_text("#!/bin/sh\n")
+    (stand_ins / "kvortex").write_text('#!/bin/sh\necho "model: $2" > "$4"\n')
+    for program in stand_ins.iterdir():
+        program.chmod(0o755)
+    script = "\n".join(["umask 022", *header_commands()])
+    script = script.replace("/opt/kvortex/bin", str(stand_ins)).replace("/etc/kvortex", str(tmp_path / "etc"))
+    path = f"{stand_ins}:{os.environ['PATH']}"
+    run = subprocess.run(["sh", "-eu", "-c", script], env={"PATH": path}, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert (tmp_path / "etc" / "kvortex.yaml").read_text() == "model: MODEL\n"
+    secrets = tmp_path / "etc" / "secrets"
+    assert secrets.read_text() == "VLLM_API_KEY=...\n"
+    assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
+    assert "chmod" not in script, "readable until then"
 
 
 @pytest.fixture(scope="module")

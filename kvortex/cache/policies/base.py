@@ -7,7 +7,7 @@ The index says what happens to slots; the policy only orders them. In the policy
                                 +------------> (unknown) <---------+
 
 Beside that it hears of prompts, whatever RAM holds of them: which blocks follow each other, what is asked for again,
-and after how long. A policy may pass this over; one that does not must do with blocks it never heard of.
+and after how long. A policy may pass this over; one that does not must cope with blocks it never heard of.
 
 Batches may be empty, hold each slot once, except in `used`, and list a prompt's blocks from its head to its
 tail. A block without the ones before it is never hit: a policy should give up a batch's tail before its head.
