@@ -56,7 +56,7 @@ def bench_replay(
 ) -> None:
     """Play a trace of requests through the cache's index and eviction policies, with no GPU and no model.
 
-    The hit rate is the share of prompt tokens found, in VRAM or RAM, over the last half of the requests.
+    The hit rate is the share of prompt tokens found, in VRAM or RAM, over the requests after the warm-up.
 
     Example: kvortex bench replay trace.jsonl.gz --ram 128GiB --ram 512GiB --policy lru --policy adaptive
     """
