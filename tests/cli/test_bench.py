@@ -100,6 +100,27 @@ def test_serve_refuses_a_wrong_call_with_one_message(
     assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--vocab", "5"), "--vocab '5' is no range of token ids"),
+        (("--rate", "1"), "--rate goes with --think"),
+        (("--ttft-goal", "1s"), "--ttft-goal goes with --think"),
+        (("--tpot-goal", "9ms"), "--tpot-goal goes with --think"),
+        (("--think", "people", "--concurrency", "8"), "--concurrency does not go with --think"),
+    ],
+)
+def test_serve_refuses_a_wrong_call_before_it_asks_the_server(
+    kvortex: Any, arguments: tuple[str, ...], message: str
+) -> None:
+    """What would change nothing is no less wrong: it would be taken for measured."""
+    with stub_server([Behaviour.GOOD]) as server:
+        result = kvortex("bench", "serve", "--url", server.url, *arguments)
+        assert server.asked == []
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: {message}\n")
+
+
 @pytest.fixture
 def stub_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison starts stubs; the model's name says how they behave."""
@@ -142,6 +163,7 @@ def test_compare_exits_with_one_if_kvortex_was_not_measured(kvortex: Any) -> Non
         (("--enforce-eagerly",), "did you mean --enforce-eager?"),
         (("--runs", "0"), "--runs"),
         (("--runs",), "--runs"),
+        (("--vocab", "5"), "--vocab '5' is no range"),
         (("--max-model-len", "8"), "grows to 16 tokens, and the server takes 8"),
     ],
 )
