@@ -122,8 +122,10 @@ def test_serve_refuses_a_wrong_call_before_it_asks_the_server(
 
 
 @pytest.fixture
-def stub_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison starts stubs; the model's name says how they behave."""
+def stub_engines(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison starts stubs; the model's name, a directory here, says how they behave."""
+    for name in ("good", "dies_at_start", "good,hang"):
+        Path(name).mkdir()
     monkeypatch.setattr(compare_module, "SERVER_MODULE", STUB_MODULE)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
@@ -167,6 +169,7 @@ def test_compare_exits_with_one_if_kvortex_was_not_measured(kvortex: Any) -> Non
         (("--max-model-len", "8"), "grows to 16 tokens, and the server takes 8"),
     ],
 )
+@pytest.mark.usefixtures("stub_engines")
 def test_compare_refuses_a_wrong_call_before_starting_anything(
     kvortex: Any, arguments: tuple[str, ...], message: str
 ) -> None:
@@ -177,8 +180,18 @@ def test_compare_refuses_a_wrong_call_before_starting_anything(
     assert result.out == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.usefixtures("clean_environment")
+def test_compare_looks_for_the_model_before_starting_anything(kvortex: Any) -> None:
+    result = kvortex("bench", "compare", "/none/such", *COMPARE[3:])
+    assert (result.code, result.out) == (2, "")
+    assert result.err.splitlines() == [
+        "error: /none/such is no directory on this machine, and no Hub name (owner/name) either",
+        "hint: check the path, or give owner/name",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("stub_engines")
 def test_an_interrupted_comparison_leaves_no_server(number: signal.Signals) -> None:
     code = (
         f"from kvortex.bench import compare\ncompare.SERVER_MODULE = '{STUB_MODULE}'\n"
