@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvortex_cli.replay_options import BlockSize, Html, KvCacheDtype, PrefillSpeed, Trace, Vram, WarmUp
+from kvortex_cli.replay_options import BlockSize, Html, KvCacheDtype, Model, PrefillSpeed, Trace, Vram, WarmUp
 
 if TYPE_CHECKING:
     from kvortex.replay.simulator import ReplayResult
@@ -30,9 +30,7 @@ _COLUMNS: Final = (
 
 def bench_replay(
     trace: Trace,
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Whose KV: llama-3.1-8b, ..., a directory or a Hub name.")
-    ] = "llama-3.1-8b",
+    model: Model = "llama-3.1-8b",
     kv_cache_dtype: KvCacheDtype = "auto",
     ram: Annotated[
         list[str] | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvortex_cli.replay_options import BlockSize, Html, KvCacheDtype, PrefillSpeed, Trace, Vram, WarmUp
+from kvortex_cli.replay_options import BlockSize, Html, KvCacheDtype, Model, PrefillSpeed, Trace, Vram, WarmUp
 
 if TYPE_CHECKING:
     from kvortex.replay.plan import Plan, Recommendation
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 def plan(
     trace: Trace,
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Whose KV: llama-3.1-8b, ..., a directory or a Hub name.")
-    ],
+    model: Model,
     kv_cache_dtype: KvCacheDtype = "auto",
     ram: Annotated[
         list[str] | None,

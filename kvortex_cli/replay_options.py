@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvortex.replay.models import KNOWN_MODELS
+
 if TYPE_CHECKING:
     from kvortex.replay.models import ReplayedModel
     from kvortex.replay.prefill import PrefillCost
@@ -19,6 +21,12 @@ Trace = Annotated[
     Path,
     typer.Argument(
         metavar="TRACE", help="Requests as JSON lines, .gz or not: Mooncake's, or a server's kv_cache.request_log."
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="MODEL", help=f"Whose KV: {', '.join(KNOWN_MODELS)}, a directory or a Hub name (owner/name)."
     ),
 ]
 KvCacheDtype = Annotated[
@@ -82,7 +90,7 @@ def read_replayed(
 
     Raises:
         UsageError: one is wrong, or a line of the trace.
-        UnfitError: the model's configuration cannot be read, or is not understood.
+        ModelUnavailableError, UnfitError: the model's configuration cannot be read, or is not understood.
     """
     from kvortex.errors import UsageError
     from kvortex.kv_shape import KV_DTYPES

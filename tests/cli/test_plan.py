@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvortex.keys import block_key
+from kvortex.replay.models import KNOWN_MODELS
 from kvortex.replay.synthesis import round_robin
 from kvortex.vllm_plugin.request_log import EndedRequest, RequestLog
 from tests.cli.test_help import HEAVY, run
@@ -141,14 +142,24 @@ def test_a_wrong_trace_is_named_with_its_line(kvortex: Any, log: Path, tmp_path:
 def test_a_wrong_model_ends_with_1_and_a_wrong_call_with_2(kvortex: Any, log: Path, tmp_path: Path) -> None:
     unknown = write_model(tmp_path / "u", model_type="rwkv")
     assert "the layout of this model's KV is not known" in refused(kvortex, 1, str(log), "--model", unknown)
-    assert "is no directory" in refused(kvortex, 1, str(log), "--model", "./none")
+    assert "is no directory" in refused(kvortex, 2, str(log), "--model", "./none")
     assert "Missing option '--model'" in refused(kvortex, 2, str(log))
     assert "less than one block" in refused(kvortex, 2, str(log), "--model", "llama-3.1-8b", "--ram", "1MB")
     assert "--ram: " in refused(kvortex, 2, str(log), "--model", "llama-3.1-8b", "--ram", "128G")
     assert "--html none/p cannot be written" in refused(kvortex, 2, str(log), "--model", "m", "--html", "none/p")
 
 
-def test_help_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize("name", ["gpt9", "llama", ""])
+def test_a_name_that_is_none_is_not_asked_of_the_hub_and_the_known_ones_are_told(
+    kvortex: Any, log: Path, name: str
+) -> None:
+    said = refused(kvortex, 2, str(log), "--model", name)
+    assert said.startswith(f"error: --model {name}: there is no such directory, and a Hub name is owner/name\n")
+    assert f"hint: known without a file: {', '.join(KNOWN_MODELS)}\n" in said
+
+
+def test_help_imports_nothing_heavy_and_names_the_known_models() -> None:
     done = run("plan", "--help")
     assert done.returncode == 0
+    assert ", ".join(KNOWN_MODELS) in " ".join(done.stdout.split())
     assert set(json.loads(done.stderr)).isdisjoint(HEAVY)
