@@ -64,6 +64,13 @@ WRONG_FILES = {
         1,
         "takes a whole number, not a list",
     ),
+    "text for a count of vLLM's": (
+        "dtype: auto\nmax_model_len: abc\n",
+        2,
+        "max_model_len takes a whole number, one such",
+    ),
+    "a fraction for a count of vLLM's": ("max_num_batched_tokens: 0.5\n", 1, "not the text '0.5'"),
+    "text in a list of numbers": ("cudagraph_capture_sizes: [1, x]\n", 1, "takes a whole number, not the text 'x'"),
     "text for a switch": ("enforce_eager: 'yes'\n", 1, "takes true or false, not text"),
     "a bool for text": ("dtype: no\n", 1, "takes text, not false"),
     "a share above one": ("gpu_memory_utilization: 85\n", 1, "above 0 and up to 1, not 85"),
@@ -124,6 +131,8 @@ def test_no_file_is_refused(kvortex: Any, path: str, said: str) -> None:
         (["M", "--config"], "'--config' requires an argument"),
         (["--dry-run"], "no model is named"),
         (["M", "--port", "abc"], "--port: takes a whole number, not the text 'abc'"),
+        (["M", "--dry-run", "--max-model-len=abc"], "--max-model-len: takes a whole number, one such as 32k, or auto"),
+        (["M", "--dry-run", "--set", "max_model_len=abc"], "one such as 32k, or auto, not the text 'abc'"),
     ],
 )
 def test_a_wrong_call_gets_one_message_and_exit_2(kvortex: Any, arguments: list[str], said: str) -> None:
@@ -132,3 +141,11 @@ def test_a_wrong_call_gets_one_message_and_exit_2(kvortex: Any, arguments: list[
     assert result.err.startswith("error: ")
     assert said in result.err
     assert "Traceback" not in result.err
+
+
+def test_a_wrong_variable_gets_one_message_and_exit_2(kvortex: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVORTEX_MAX_MODEL_LEN", "abc")
+    result = kvortex("serve", "M", "--dry-run")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: KVORTEX_MAX_MODEL_LEN: ")
+    assert "takes a whole number, one such as 32k, or auto, not the text 'abc'" in result.err
