@@ -59,7 +59,7 @@ def seconds(option: str, text: str) -> float:
     except BadValueError as bad:
         raise UsageError(f"{option}: {bad.message}", hint=bad.hint) from None
     if parsed == 0:
-        raise UsageError(f"{option}: takes more than 0 seconds", hint="such as 30s or 5m")
+        raise UsageError(f"{option}: takes more than 0 seconds, not {text!r}", hint="such as 30s or 5m")
     return parsed
 
 

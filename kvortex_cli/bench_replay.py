@@ -102,13 +102,14 @@ def _checked_policies(names: Sequence[str]) -> list[str]:
 
 def _play(replayed: Replayed, names: Sequence[str], ram_sizes: Sequence[int]) -> list[ReplayResult]:
     from kvortex.replay.simulator import replay
-    from kvortex.sizes import format_bytes
+    from kvortex.sizes import counted, format_bytes
     from kvortex_cli.console import report
 
     results = []
     for size in ram_sizes:
         for name in names:
-            report("bench", f"{name}, {format_bytes(size)} of RAM, {len(replayed.requests):,} requests")
+            requests = counted(len(replayed.requests), "request")
+            report("bench", f"{name}, {format_bytes(size)} of RAM, {requests}")
             results.append(
                 replay(
                     replayed.requests,
@@ -147,9 +148,11 @@ def _print_json(replayed: Replayed, results: Sequence[ReplayResult]) -> None:
 
 
 def _title(replayed: Replayed) -> str:
+    from kvortex.sizes import counted
+
     return (
-        f"{replayed.trace.name}, {len(replayed.requests):,} requests in blocks of {replayed.block_tokens} tokens, "
-        f"{replayed.model.name}; hits after the first {replayed.warm_up:.0%}"
+        f"{replayed.trace.name}, {counted(len(replayed.requests), 'request')} in blocks of "
+        f"{replayed.block_tokens} tokens, {replayed.model.name}; hits after the first {replayed.warm_up:.0%}"
     )
 
 

@@ -90,6 +90,7 @@ def bench_serve(
     from kvortex.bench.session_load import SessionLoad, play_sessions
     from kvortex.bench.vocabulary import vocabulary_of_model
     from kvortex.bench.workload import Workload
+    from kvortex.sizes import counted
     from kvortex_cli.bench_load import asked_vocabulary, check_writable, say, seconds, show
     from kvortex_cli.console import report
 
@@ -106,7 +107,8 @@ def bench_serve(
         workload = replace(workload, concurrency=workload.conversations)  # an open load: nothing bounds it
     check_length(workload, facts.max_model_len)
     conditions = conditions_now(workload, Limits(timeout_s), max_failures)
-    say(f"{facts.model}: {workload.conversations} conversations of {workload.turns} turns")
+    talks, each = counted(conversations, "conversation"), counted(turns, "turn")
+    say(f"{facts.model}: {talks} of {each}")
     endpoint = Endpoint(base, facts.model, api_key)
     if think is None:
         played = asyncio.run(play(endpoint, workload, timeout_s=timeout_s, say=say))
@@ -118,7 +120,7 @@ def bench_serve(
     show(serve_report(result), serve_document(result), as_json=as_json, html=html)
     if result.failed:
         requests = result.measured.requests
-        report("error", f"{requests.failed} of {requests.sent} requests failed")
+        report("error", f"{requests.failed:,} of {counted(requests.sent, 'request')} failed")
         raise typer.Exit(1)
 
 

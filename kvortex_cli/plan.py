@@ -105,9 +105,11 @@ def _marks(made: Plan, ram_bytes: int, *, within: bool) -> Sequence[str]:
 
 
 def _title(replayed: Replayed) -> str:
+    from kvortex.sizes import counted
+
     return (
         f"{replayed.trace.name}: prompt tokens found after the first {replayed.warm_up:.0%} of "
-        f"{len(replayed.requests):,} requests, {replayed.model.name}"
+        f"{counted(len(replayed.requests), 'request')}, {replayed.model.name}"
     )
 
 

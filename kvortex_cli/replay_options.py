@@ -169,11 +169,11 @@ def conditions(replayed: Replayed) -> list[tuple[str, str]]:
     """What a reader needs to repeat it."""
     from kvortex import __version__
     from kvortex.bench.conditions import read_hardware
-    from kvortex.sizes import format_bytes
+    from kvortex.sizes import counted, format_bytes
 
     prefill = replayed.prefill.source if replayed.prefill is not None else "not known: give --prefill-speed"
     return [
-        ("trace", f"{replayed.trace}, {len(replayed.requests):,} requests"),
+        ("trace", f"{replayed.trace}, {counted(len(replayed.requests), 'request')}"),
         ("model", f"{replayed.model.name}, {replayed.model.token_bytes:,} bytes of KV a token"),
         ("blocks", f"{replayed.block_tokens} tokens"),
         ("VRAM in front", format_bytes(replayed.vram_bytes)),

@@ -48,7 +48,7 @@ def from_entry(option: VllmOption, entry: Entry) -> Any:
         return None
     if option.kind in (Kind.FLAG, Kind.SWITCH):
         if not isinstance(value, bool):
-            raise BadValueError(f"takes true or false, not {_named(value)}")
+            raise BadValueError(f"takes true or false, not {_named(entry)}")
         return value
     if option.kind is Kind.OPTIONAL and isinstance(value, bool):
         return value
@@ -61,9 +61,7 @@ def _texts(option: VllmOption, entry: Entry) -> tuple[str, ...]:
     items, values = (entry.items, entry.value) if isinstance(entry.value, list) else ((entry.text,), [entry.value])
     texts = tuple(text for text in items or () if text is not None)
     if not texts or any(isinstance(value, bool) or value is None for value in values):
-        raise BadValueError(
-            f"takes a list of texts, not {_named(entry.value)}", hint="write [a, b]; null leaves it out"
-        )
+        raise BadValueError(f"takes a list of texts, not {_named(entry)}", hint="write [a, b]; null leaves it out")
     if option.type is ValueType.INT:
         for text in texts:
             _number(text, int, option)
@@ -80,13 +78,15 @@ def _single(option: VllmOption, entry: Entry) -> Any:
         return value
     if isinstance(value, bool | list | dict):
         hint = "put it in quotes" if isinstance(value, bool) and option.type is ValueType.STR else None
-        raise BadValueError(f"takes {_WANTED[option.type]}, not {_named(value)}", hint=hint)
+        raise BadValueError(f"takes {_WANTED[option.type]}, not {_named(entry)}", hint=hint)
     assert entry.text is not None, option
     return from_text(option, entry.text)
 
 
-def _named(value: Any) -> str:
-    return "text" if isinstance(value, str) else describe(value)
+def _named(entry: Entry) -> str:
+    if isinstance(entry.value, bool) and entry.text is not None and entry.text.lower() != describe(entry.value):
+        return f"{entry.text}, which YAML reads as {describe(entry.value)}"
+    return "text" if isinstance(entry.value, str) else describe(entry.value)
 
 
 def from_text(option: VllmOption, text: str) -> Any:

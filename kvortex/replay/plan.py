@@ -12,7 +12,7 @@ from kvortex.replay.models import ReplayedModel
 from kvortex.replay.prefill import PrefillCost
 from kvortex.replay.simulator import BELADY, DEFAULT, ReplayResult, replay
 from kvortex.replay.trace import TracedRequest
-from kvortex.sizes import format_bytes
+from kvortex.sizes import counted, format_bytes
 
 PAYS: Final = 0.01
 """A size pays that adds at least this share of the prompt tokens to what is found, for each doubling."""
@@ -118,7 +118,7 @@ class Planner:
         )
 
     def _planned(self, size: int, conversation_bytes: int) -> PlannedSize:
-        self.say(f"{format_bytes(size)} of RAM, {len(self.requests):,} requests")
+        self.say(f"{format_bytes(size)} of RAM, {counted(len(self.requests), 'request')}")
         default, lru, bound = (self._replayed(policy, size) for policy in (DEFAULT, "lru", BELADY))
         return PlannedSize(size, size <= self.machine_bytes, size // conversation_bytes, default, lru, bound)
 

@@ -66,6 +66,15 @@ def test_serve_exits_with_one_over_the_allowed_share_and_still_shows_the_result(
     assert "http_status 500" in result.out
 
 
+def test_one_request_is_one_request(kvortex: Any) -> None:
+    one = ("--conversations", "1", "--turns", "1", "--concurrency", "1", "--first", "6", "--gen", "4")
+    with stub_server([Behaviour.GOOD, Behaviour.STATUS_500]) as server:
+        result = kvortex("bench", "serve", "--url", server.url, *one)
+    assert "1 conversation of 1 turn: " in result.out
+    assert "error: 1 of 1 request failed" in result.err
+    assert not re.search(r"\b1 (requests|conversations|turns)\b", result.out + result.err)
+
+
 def test_serve_exits_with_one_if_all_fail_whatever_is_allowed(kvortex: Any) -> None:
     with stub_server([Behaviour.GOOD, Behaviour.EMPTY]) as server:
         result = kvortex("bench", "serve", "--url", server.url, *SMALL, "--max-failures", "1", "--json")

@@ -75,6 +75,15 @@ def test_a_table_says_the_size_why_and_what_fits(kvortex: Any, log: Path) -> Non
     assert "plan: 2 GB of RAM, 64 requests" in result.err
 
 
+def test_one_request_is_one_request(kvortex: Any, log: Path) -> None:
+    log.write_text(log.read_text().splitlines()[0])
+    model = ("--model", "llama-3.1-8b", "--ram", "1GB")
+    for command in (("plan",), ("bench", "replay")):
+        result = kvortex(*command, str(log), *model, "--warm-up", "0")
+        assert "1 request" in result.out
+        assert "1 requests" not in result.out + result.err
+
+
 def test_more_than_this_machine_has_is_marked_and_not_recommended_here(kvortex: Any, log: Path) -> None:
     sizes = ("--ram", "1GB", "--ram", "900TB")
     document = planned(kvortex, str(log), "--model", "llama-3.1-8b", *sizes)
