@@ -123,8 +123,7 @@ def _facts(replayed: Replayed, made: Plan) -> list[tuple[str, str]]:
     if replayed.prefill is not None:
         prefill = f"{replayed.prefill.source}; of the tokens found in RAM, without the time to load them"
     return [
-        ("recommended", _in_words(made.recommended)),
-        (f"of the {format_bytes(made.machine_bytes)} usable here", _in_words(made.recommended_here)),
+        *_recommendations(made),
         (
             "conversations",
             f"{talks.number:,}, {talks.mean_turns:.1f} turns each, {talks.median_tokens:,} tokens at their end "
@@ -138,6 +137,20 @@ def _facts(replayed: Replayed, made: Plan) -> list[tuple[str, str]]:
         ),
         ("prefill", prefill),
     ]
+
+
+def _recommendations(made: Plan) -> list[tuple[str, str]]:
+    """In words. Where nothing pays at all, nothing pays here either."""
+    from kvortex.sizes import format_bytes
+
+    lines = [("recommended", _in_words(made.recommended))]
+    if made.recommended.ram_bytes is not None or made.recommended_here.ram_bytes is not None:
+        lines.append((f"of the {format_bytes(made.machine_bytes)} usable here", _in_words(made.recommended_here)))
+    instead = made.lru_instead
+    if instead is not None:
+        found = f"{instead.lru.hit_rate:.1%}, where the default policy finds {instead.default.hit_rate:.1%}"
+        lines.append(("with lru", f"{format_bytes(instead.ram_bytes)} finds {found}: kv_cache.eviction_policy"))
+    return lines
 
 
 def _in_words(recommendation: Recommendation) -> str:
@@ -182,6 +195,7 @@ def _print_json(replayed: Replayed, made: Plan) -> None:
         "vram_hit_rate": made.vram_hit_rate,
         "hardware": asdict(read_hardware()),
         **asdict(made),
+        "lru_instead": None if made.lru_instead is None else made.lru_instead.ram_bytes,
     }
     print(json.dumps(document, indent=2))
 
