@@ -1,4 +1,4 @@
-"""How much of what silent sessions need can be in VRAM before they are back, by whoever knows only how long each is silent.
+"""How much can be in VRAM before silent sessions are back, by whoever knows only for how long each has been silent.
 
     python benchmarks/prefetch_limit.py
 
@@ -50,9 +50,8 @@ def main() -> None:
     agents = np.clip((last_s - ages_s) / (last_s - first_s), 0.0, 1.0)
     for name, still_silent in (("people", people), ("agents", agents)):
         begin_s, end_s, there, wasted = best_window(still_silent, held)
-        print(
-            f"{name}: hold silences of {begin_s:.1f} to {end_s:.1f} s: {there:.0%} there before, {wasted:.0%} for nothing"
-        )
+        window = f"hold silences of {begin_s:.1f} to {end_s:.1f} s"
+        print(f"{name}: {window}: {there:.0%} there before, {wasted:.0%} for nothing")
 
 
 if __name__ == "__main__":

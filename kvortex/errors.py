@@ -66,12 +66,24 @@ class Place:
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
+    def without_key(self, message: str) -> str:
+        """What a message says after its key, where this place names that key already: `--port: takes ...`."""
+        key, blank, rest = message.partition(" ")
+        names_it = self.line is None and _key(key.removesuffix(":")) == _key(self.source)
+        return rest if names_it and blank else message
+
+
+def _key(name: str) -> str:
+    """`num_streams` of `--set kv_cache.num_streams`, `kv_cache.num_streams`, `--num-streams`, `KVORTEX_NUM_STREAMS`."""
+    last = name.rpartition(" ")[2].rpartition(".")[2]
+    return last.lstrip("-").replace("-", "_").lower().removeprefix("kvortex_")
+
 
 class ConfigError(UsageError):
     """A configuration value is wrong, at a known place."""
 
     def __init__(self, place: Place, message: str, *, hint: str | None = None) -> None:
-        super().__init__(f"{place}: {message}", hint=hint)
+        super().__init__(f"{place}: {place.without_key(message)}", hint=hint)
         self.place = place
 
 

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from kvortex.errors import UnfitError
+from kvortex.errors import UnfitError, UsageError
 
 _HUB_TIMEOUT_S = 5.0
 
@@ -36,11 +36,18 @@ class Reason(StrEnum):
 
 
 class ModelUnavailableError(UnfitError):
-    """The model's configuration could not be read: not there, no access, or no network."""
+    """The model's configuration could not be read: not there, no access, or no network.
 
-    def __init__(self, message: str, reason: Reason, *, hint: str | None = None) -> None:
+    Args:
+        is_absent: there is no such model, as far as who asks can see: the name is wrong, and nothing else is.
+    """
+
+    def __init__(self, message: str, reason: Reason, *, hint: str | None = None, is_absent: bool = False) -> None:
         super().__init__(message, hint=hint)
         self.reason = reason
+        self.is_absent = is_absent
+        if is_absent:
+            self.exit_code = UsageError.exit_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +84,45 @@ def read_model_files(
         ModelUnavailableError: says which of these it is: no such directory, no such repository, no token, no
             access, offline, no network.
     """
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # noqa: PTH111 - pathlib's raises for a user that is not there
     if path.is_dir():
         return _read_directory(path)
+    require_path(model)
+    if _is_address(model):
+        raise ModelUnavailableError(
+            f"{model} is an address that only vLLM reads", Reason.NO_CONFIG, hint="size ram_cache_size by hand"
+        )
     if path.is_file() or model.lower().endswith(".gguf"):
         raise ModelUnavailableError(
             f"{model} is a single file; only a model directory or a Hub name has a config.json to read",
             Reason.NO_CONFIG,
             hint="give the directory of the original model, or size ram_cache_size by hand",
         )
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise ModelUnavailableError(
-            f"{model} is no directory on this machine, and no Hub name (owner/name) either", Reason.NOT_FOUND
-        )
     files = _read_directory(_hub_config(model, revision, token, cache).parent)
     if files.weight_bytes is None and ask_for_weights:
         files = replace(files, weight_bytes=_hub_weight_bytes(model, revision, token, cache))
     return files
+
+
+def require_path(model: str) -> None:
+    """Asks nobody.
+
+    Raises:
+        ModelUnavailableError: it can be nothing but a path, and there is nothing.
+    """
+    is_path = model.startswith(("/", ".", "~")) or (model.count("/") > 1 and not model.lower().endswith(".gguf"))
+    if is_path and not _is_address(model) and not os.path.exists(os.path.expanduser(model)):  # noqa: PTH110, PTH111
+        raise ModelUnavailableError(
+            f"{model} is no directory on this machine, and no Hub name (owner/name) either",
+            Reason.NOT_FOUND,
+            hint="check the path, or give owner/name",
+            is_absent=True,
+        )
+
+
+def _is_address(model: str) -> bool:
+    """`s3://bucket/model`."""
+    return "://" in model
 
 
 def _read_directory(directory: Path) -> ModelFiles:
@@ -203,7 +232,9 @@ def _translated(model: str, revision: str | None, error: Exception, *, has_token
             hint="unset HF_HUB_OFFLINE, or download the model on this machine first",
         )
     if "RevisionNotFoundError" in names:
-        return ModelUnavailableError(f"{model} has no revision {revision}", Reason.NOT_FOUND)
+        return ModelUnavailableError(
+            f"{model} has no revision {revision}", Reason.NOT_FOUND, hint="check its name", is_absent=True
+        )
     if "GatedRepoError" in names or status == 403:
         if token:
             return ModelUnavailableError(
@@ -227,11 +258,14 @@ def _translated(model: str, revision: str | None, error: Exception, *, has_token
             f"the Hub has no public repository {model}, and there is no Hugging Face token for a private one",
             Reason.NO_TOKEN,
             hint="check the name; for a private model set HF_TOKEN, or `hf auth login`",
+            is_absent=True,
         )
     if "EntryNotFoundError" in names or "RemoteEntryNotFoundError" in names:
         return ModelUnavailableError(f"the repository {model}{at} has no config.json", Reason.NO_CONFIG)
     if status == 404:
-        return ModelUnavailableError(f"the Hub has no repository {model}", Reason.NOT_FOUND, hint="check the name")
+        return ModelUnavailableError(
+            f"the Hub has no repository {model}", Reason.NOT_FOUND, hint="check the name", is_absent=True
+        )
     if status == 429:
         return ModelUnavailableError(
             "the Hub answers 429, too many requests",

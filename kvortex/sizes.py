@@ -168,6 +168,11 @@ def format_bytes(num_bytes: int) -> str:
     raise AssertionError(num_bytes)
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 request`, `1,024 requests`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration to read: `30 s`, `0.5 s`."""
     return f"{seconds:g} s"

@@ -29,7 +29,6 @@ from kvortex_cli.bench_load import (
     Timeout,
     Turns,
     Vocab,
-    vocabulary,
 )
 from kvortex_cli.completion import TakesVllmOptions, complete_setting
 
@@ -148,19 +147,21 @@ def bench_compare(
     from kvortex.bench.compare import Limits
     from kvortex.bench.documents import compare_document
     from kvortex.bench.report import compare_report
+    from kvortex.bench.vocabulary import vocabulary_of_model
     from kvortex.bench.workload import Workload
     from kvortex.config.resolve import CommandLine
-    from kvortex_cli.bench_load import check_writable, seconds, show
+    from kvortex_cli.bench_load import asked_vocabulary, check_writable, seconds, show
     from kvortex_cli.console import report
 
     arguments = ctx.meta[_ARGUMENTS]
+    vocabulary = asked_vocabulary(vocab)
     limits = Limits(seconds("--timeout", timeout), seconds("--start-timeout", start_timeout))
     check_writable(html)
     command_line = CommandLine(model, config, tuple(sets or ()), tuple(arguments.vllm), arguments.untouched)
     workload = Workload(conversations, turns, first, add, gen, concurrency, seed)
     plans = _plans(engines, command_line, workload)
     served = _model_of(plans)
-    workload = replace(workload, vocabulary=vocabulary(vocab, served))
+    workload = replace(workload, vocabulary=vocabulary or vocabulary_of_model(served))
     directory = _directory(logs)
     try:
         with _interrupted_by_any_signal():

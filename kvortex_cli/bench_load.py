@@ -42,11 +42,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the result as an HTML page, too.")]
 
 
-def vocabulary(text: str | None, model: str) -> Vocabulary:
-    """The range asked for, else what suits the model."""
-    from kvortex.bench.vocabulary import parse_vocabulary, vocabulary_of_model
+def asked_vocabulary(text: str | None) -> Vocabulary | None:
+    """The range asked for, before anything else is; raises UsageError for one that is none."""
+    from kvortex.bench.vocabulary import parse_vocabulary
 
-    return vocabulary_of_model(model) if text is None else parse_vocabulary(text)
+    return None if text is None else parse_vocabulary(text)
 
 
 def seconds(option: str, text: str) -> float:
@@ -59,7 +59,7 @@ def seconds(option: str, text: str) -> float:
     except BadValueError as bad:
         raise UsageError(f"{option}: {bad.message}", hint=bad.hint) from None
     if parsed == 0:
-        raise UsageError(f"{option}: takes more than 0 seconds", hint="such as 30s or 5m")
+        raise UsageError(f"{option}: takes more than 0 seconds, not {text!r}", hint="such as 30s or 5m")
     return parsed
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from kvortex_cli.replay_options import BlockSize, Html, KvCacheDtype, PrefillSpeed, Trace, Vram, WarmUp
+from kvortex_cli.replay_options import BlockSize, Html, KvCacheDtype, Model, PrefillSpeed, Trace, Vram, WarmUp
 
 if TYPE_CHECKING:
     from kvortex.replay.simulator import ReplayResult
@@ -30,9 +30,7 @@ _COLUMNS: Final = (
 
 def bench_replay(
     trace: Trace,
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Whose KV: llama-3.1-8b, ..., a directory or a Hub name.")
-    ] = "llama-3.1-8b",
+    model: Model = "llama-3.1-8b",
     kv_cache_dtype: KvCacheDtype = "auto",
     ram: Annotated[
         list[str] | None,
@@ -56,7 +54,7 @@ def bench_replay(
 ) -> None:
     """Play a trace of requests through the cache's index and eviction policies, with no GPU and no model.
 
-    The hit rate is the share of prompt tokens found, in VRAM or RAM, over the last half of the requests.
+    The hit rate is the share of prompt tokens found, in VRAM or RAM, over the requests after the warm-up.
 
     Example: kvortex bench replay trace.jsonl.gz --ram 128GiB --ram 512GiB --policy lru --policy adaptive
     """
@@ -104,13 +102,14 @@ def _checked_policies(names: Sequence[str]) -> list[str]:
 
 def _play(replayed: Replayed, names: Sequence[str], ram_sizes: Sequence[int]) -> list[ReplayResult]:
     from kvortex.replay.simulator import replay
-    from kvortex.sizes import format_bytes
+    from kvortex.sizes import counted, format_bytes
     from kvortex_cli.console import report
 
     results = []
     for size in ram_sizes:
         for name in names:
-            report("bench", f"{name}, {format_bytes(size)} of RAM, {len(replayed.requests):,} requests")
+            requests = counted(len(replayed.requests), "request")
+            report("bench", f"{name}, {format_bytes(size)} of RAM, {requests}")
             results.append(
                 replay(
                     replayed.requests,
@@ -149,9 +148,11 @@ def _print_json(replayed: Replayed, results: Sequence[ReplayResult]) -> None:
 
 
 def _title(replayed: Replayed) -> str:
+    from kvortex.sizes import counted
+
     return (
-        f"{replayed.trace.name}, {len(replayed.requests):,} requests in blocks of {replayed.block_tokens} tokens, "
-        f"{replayed.model.name}; hits after the first {replayed.warm_up:.0%}"
+        f"{replayed.trace.name}, {counted(len(replayed.requests), 'request')} in blocks of "
+        f"{replayed.block_tokens} tokens, {replayed.model.name}; hits after the first {replayed.warm_up:.0%}"
     )
 
 

@@ -22,11 +22,12 @@ from kvortex_cli.bench_load import (
     Timeout,
     Turns,
     Vocab,
-    vocabulary,
 )
+from kvortex_cli.given import is_given, refuse_without
 
 
 def bench_serve(
+    ctx: typer.Context,
     url: Annotated[str, typer.Option("--url", metavar="URL", help="The running server.")] = "http://localhost:8000",
     api_key: Annotated[
         str | None,
@@ -87,23 +88,27 @@ def bench_serve(
     from kvortex.bench.server_facts import check_length, read_server_facts
     from kvortex.bench.session_figures import Goal, measure_sessions
     from kvortex.bench.session_load import SessionLoad, play_sessions
+    from kvortex.bench.vocabulary import vocabulary_of_model
     from kvortex.bench.workload import Workload
-    from kvortex_cli.bench_load import check_writable, say, seconds, show
+    from kvortex.sizes import counted
+    from kvortex_cli.bench_load import asked_vocabulary, check_writable, say, seconds, show
     from kvortex_cli.console import report
 
+    _check_options(ctx, is_open_load=think is not None)
+    vocabulary = asked_vocabulary(vocab)
     timeout_s = seconds("--timeout", timeout)
     goal = Goal(seconds("--ttft-goal", ttft_goal), seconds("--tpot-goal", tpot_goal))
     check_writable(html)
     base = url.rstrip("/").removesuffix("/v1")
     facts = read_server_facts(base, api_key)
-    workload = Workload(
-        conversations, turns, first, add, gen, concurrency, seed, vocabulary(vocab, facts.root or facts.model)
-    )
+    vocabulary = vocabulary or vocabulary_of_model(facts.root or facts.model)
+    workload = Workload(conversations, turns, first, add, gen, concurrency, seed, vocabulary)
     if think is not None:
         workload = replace(workload, concurrency=workload.conversations)  # an open load: nothing bounds it
     check_length(workload, facts.max_model_len)
     conditions = conditions_now(workload, Limits(timeout_s), max_failures)
-    say(f"{facts.model}: {workload.conversations} conversations of {workload.turns} turns")
+    talks, each = counted(conversations, "conversation"), counted(turns, "turn")
+    say(f"{facts.model}: {talks} of {each}")
     endpoint = Endpoint(base, facts.model, api_key)
     if think is None:
         played = asyncio.run(play(endpoint, workload, timeout_s=timeout_s, say=say))
@@ -115,5 +120,15 @@ def bench_serve(
     show(serve_report(result), serve_document(result), as_json=as_json, html=html)
     if result.failed:
         requests = result.measured.requests
-        report("error", f"{requests.failed} of {requests.sent} requests failed")
+        report("error", f"{requests.failed:,} of {counted(requests.sent, 'request')} failed")
         raise typer.Exit(1)
+
+
+def _check_options(ctx: typer.Context, *, is_open_load: bool) -> None:
+    from kvortex.errors import UsageError
+
+    if not is_open_load:
+        refuse_without(ctx, ["--rate", "--ttft-goal", "--tpot-goal"], "--think")
+    elif is_given(ctx, "--concurrency"):
+        hint = "sessions begin at --rate, however many are being answered"
+        raise UsageError("--concurrency does not go with --think", hint=hint)

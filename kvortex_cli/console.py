@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
@@ -65,7 +65,7 @@ def run_reporting_errors(run: Callable[[], object]) -> NoReturn:
         report("error", error.message, error.hint)
         sys.exit(error.exit_code)
     except _CLICK_ERRORS as error:
-        report("error", cast(Any, error).format_message(), _help_hint(error))
+        report("error", _message(error), _help_hint(error))
         sys.exit(2)
     except (typer.Abort, KeyboardInterrupt):
         report("error", "interrupted")
@@ -75,6 +75,33 @@ def run_reporting_errors(run: Callable[[], object]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(returned if isinstance(returned, int) and not isinstance(returned, bool) else 0)
+
+
+def _message(error: Exception) -> str:
+    """What is wrong with the call. Newer typers read values with pydantic, and hand on its words without the value."""
+    error_ = cast(Any, error)
+    faults = getattr(error.__cause__, "errors", None)
+    if callable(faults):
+        fault = next(iter(faults(include_url=False)))
+        error_.message = _in_words(fault["type"], fault["msg"], fault["input"], fault.get("ctx", {}))
+    return str(error_.format_message())
+
+
+def _in_words(kind: str, message: str, given: object, context: Mapping[str, Any]) -> str:
+    """One of pydantic's faults."""
+    match kind:
+        case "value_error":
+            return str(context["error"])
+        case "greater_than_equal":
+            return f"takes {context['ge']:g} or more, not {given}"
+        case "less_than_equal":
+            return f"takes {context['le']:g} or less, not {given}"
+        case "int_parsing" | "int_from_float" | "int_parsing_size":
+            return f"takes a whole number, not {given!r}"
+        case "float_parsing" | "finite_number":
+            return f"takes a number, not {given!r}"
+        case _:
+            return f"{message}, not {given!r}"
 
 
 def _help_hint(error: Exception) -> str | None:

@@ -34,8 +34,9 @@ def init(
     import shlex
 
     from kvortex.config.vllm_install import installed_vllm
-    from kvortex.errors import KVortexError, UnfitError, UsageError
+    from kvortex.errors import UnfitError, UsageError
     from kvortex.hardware import read_gpus, read_ram
+    from kvortex.model_files import require_path
     from kvortex_cli.console import report
     from kvortex_cli.interview import ask_model
     from kvortex_cli.sizing import suggest
@@ -47,18 +48,14 @@ def init(
         raise UsageError("no model is named", hint="kvortex init MODEL, or --interactive to be asked")
     if not model.strip() or not model.isprintable():
         raise UsageError(f"{model!r} is no model", hint="give a Hub name (owner/name) or a directory")
+    require_path(model)
     try:
         install = installed_vllm()
     except UnfitError:
         install = None
     found, ram = read_gpus(), read_ram()
     gpus = () if install is not None and install.is_cpu_build else found.gpus
-    shape, trouble = None, ""
-    try:
-        shape = _read_shape(model)
-    except KVortexError as error:
-        trouble = error.message
-        report("warning", f"{error.message}; sizes are chosen without knowing the model", error.hint)
+    shape, trouble = _read_shape(model)
     sizing = _ask_sizing(model, ram, gpus, shape) if interactive else suggest(ram, gpus, shape)
     file_name = _one_line(shlex.quote(str(output)))
     text = render(model, sizing, ram, found if gpus else None, trouble, file_name)
@@ -98,12 +95,28 @@ def _ask_sizing(model: str, ram: Ram, gpus: tuple[Gpu, ...], shape: KVShape | No
     return suggest(ram, gpus, shape, replace(chosen, offload_threshold=float(answer)))
 
 
-def _read_shape(model: str) -> KVShape:
-    from kvortex.kv_shape import read_kv_shape
-    from kvortex.model_files import read_model_files
+def _read_shape(model: str) -> tuple[KVShape | None, str]:
+    """The model's KV; or None, and why it cannot be read from here.
 
-    files = read_model_files(model)
-    return read_kv_shape(files.config, source=files.source)
+    Raises:
+        ModelUnavailableError: there is no such model.
+    """
+    import os
+
+    from kvortex.config.checks import is_elsewhere
+    from kvortex.errors import KVortexError
+    from kvortex.kv_shape import read_kv_shape
+    from kvortex.model_files import ModelUnavailableError, read_model_files
+    from kvortex_cli.console import report
+
+    try:
+        files = read_model_files(model)
+        return read_kv_shape(files.config, source=files.source), ""
+    except KVortexError as error:
+        if isinstance(error, ModelUnavailableError) and error.is_absent and not is_elsewhere(model, os.environ):
+            raise
+        report("warning", f"{error.message}; sizes are chosen without knowing the model", error.hint)
+        return None, error.message
 
 
 def render(model: str, sizing: Sizing, ram: Ram, report: GpuReport | None, trouble: str, file_name: str) -> str:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from kvortex.errors import UsageError
+from kvortex_cli.given import refuse_without
 from kvortex_cli.server_documents import DEFAULT_URL, fetch
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kvortex_cli.watch import Screen
+
+
+MOST_SESSIONS: Final = 100
+"""That the server lists."""
 
 
 class View(StrEnum):
@@ -34,13 +39,23 @@ class Order(StrEnum):
 
 
 def inspect_command(
+    ctx: typer.Context,
     view: Annotated[View, typer.Argument(help="What to look at.")] = View.STATS,
     url: Annotated[str, typer.Option("--url", metavar="URL", help="The running server.")] = DEFAULT_URL,
     api_key: Annotated[
         str | None,
         typer.Option("--api-key", envvar="VLLM_API_KEY", show_envvar=True, help="The key that /v1 asks for."),
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, max=1000, metavar="N", help="blocks: how many to list.")] = 10,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            "--top",
+            min=1,
+            max=1000,
+            metavar="N",
+            help=f"blocks, sessions (at most {MOST_SESSIONS}): how many to list. [default: 10 blocks, 20 sessions]",
+        ),
+    ] = None,
     by: Annotated[
         Order, typer.Option("--by", help="blocks: unused longest, stored longest ago or used most first.")
     ] = Order.IDLE,
@@ -60,7 +75,8 @@ def inspect_command(
 
     Example: kvortex inspect --watch
     """
-    path = f"/kvortex/{view.value}" + (f"?top={top}&by={by.value}" if view is View.BLOCKS else "")
+    _check_options(ctx, view, top, watch=watch)
+    path = _path(view, top, by)
     if watch:
         if as_json:
             raise UsageError("--watch and --json do not go together", hint="--json prints one document")
@@ -76,6 +92,22 @@ def inspect_command(
 
     for part in _page(view, document):
         stdout().print(part)
+
+
+def _check_options(ctx: typer.Context, view: View, top: int | None, *, watch: bool) -> None:
+    if view is View.STATS:
+        refuse_without(ctx, ["--top"], "blocks or sessions")
+    if view is not View.BLOCKS:
+        refuse_without(ctx, ["--by"], "blocks")
+    if view is View.SESSIONS and top is not None and top > MOST_SESSIONS:
+        raise UsageError(f"--top: takes at most {MOST_SESSIONS} for sessions, not {top}")
+    if not watch:
+        refuse_without(ctx, ["--every"], "--watch")
+
+
+def _path(view: View, top: int | None, by: Order) -> str:
+    asked = {View.BLOCKS: f"?top={top or 10}&by={by.value}", View.SESSIONS: f"?top={top or 20}"}
+    return f"/kvortex/{view.value}" + asked.get(view, "")
 
 
 def _page(view: View, document: dict[str, Any]) -> list[RenderableType]:

@@ -47,19 +47,19 @@ class Interview:
         try:
             resolved = resolve(command_line, {}, self.machine)
         except ConfigError as error:
-            yield KVortexError(_without_place(error), hint=error.hint)
+            yield KVortexError(_without_set(error), hint=error.hint)
             return
         for problem in problems(resolved, self.machine, None):
             # What was not asked yet, such as the cache's size, may still change.
             if not isinstance(problem, ConfigError):
                 yield problem
             elif problem.place.source == f"--set {key}":
-                yield KVortexError(_without_place(problem), hint=problem.hint)
+                yield KVortexError(_without_set(problem), hint=problem.hint)
 
 
-def _without_place(error: ConfigError) -> str:
-    """The place is the question itself."""
-    return error.message.removeprefix(f"{error.place}: ")
+def _without_set(error: ConfigError) -> str:
+    """The key and what is wrong: nobody has written `--set`."""
+    return error.message.removeprefix("--set ")
 
 
 def ask_model() -> str:

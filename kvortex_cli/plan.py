@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvortex_cli.replay_options import BlockSize, Html, KvCacheDtype, PrefillSpeed, Trace, Vram, WarmUp
+from kvortex_cli.replay_options import BlockSize, Html, KvCacheDtype, Model, PrefillSpeed, Trace, Vram, WarmUp
 
 if TYPE_CHECKING:
     from kvortex.replay.plan import Plan, Recommendation
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 def plan(
     trace: Trace,
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="Whose KV: llama-3.1-8b, ..., a directory or a Hub name.")
-    ],
+    model: Model,
     kv_cache_dtype: KvCacheDtype = "auto",
     ram: Annotated[
         list[str] | None,
@@ -107,9 +105,11 @@ def _marks(made: Plan, ram_bytes: int, *, within: bool) -> Sequence[str]:
 
 
 def _title(replayed: Replayed) -> str:
+    from kvortex.sizes import counted
+
     return (
         f"{replayed.trace.name}: prompt tokens found after the first {replayed.warm_up:.0%} of "
-        f"{len(replayed.requests):,} requests, {replayed.model.name}"
+        f"{counted(len(replayed.requests), 'request')}, {replayed.model.name}"
     )
 
 
@@ -123,8 +123,7 @@ def _facts(replayed: Replayed, made: Plan) -> list[tuple[str, str]]:
     if replayed.prefill is not None:
         prefill = f"{replayed.prefill.source}; of the tokens found in RAM, without the time to load them"
     return [
-        ("recommended", _in_words(made.recommended)),
-        (f"of the {format_bytes(made.machine_bytes)} usable here", _in_words(made.recommended_here)),
+        *_recommendations(made),
         (
             "conversations",
             f"{talks.number:,}, {talks.mean_turns:.1f} turns each, {talks.median_tokens:,} tokens at their end "
@@ -138,6 +137,20 @@ def _facts(replayed: Replayed, made: Plan) -> list[tuple[str, str]]:
         ),
         ("prefill", prefill),
     ]
+
+
+def _recommendations(made: Plan) -> list[tuple[str, str]]:
+    """In words. Where nothing pays at all, nothing pays here either."""
+    from kvortex.sizes import format_bytes
+
+    lines = [("recommended", _in_words(made.recommended))]
+    if made.recommended.ram_bytes is not None or made.recommended_here.ram_bytes is not None:
+        lines.append((f"of the {format_bytes(made.machine_bytes)} usable here", _in_words(made.recommended_here)))
+    instead = made.lru_instead
+    if instead is not None:
+        found = f"{instead.lru.hit_rate:.1%}, where the default policy finds {instead.default.hit_rate:.1%}"
+        lines.append(("with lru", f"{format_bytes(instead.ram_bytes)} finds {found}: kv_cache.eviction_policy"))
+    return lines
 
 
 def _in_words(recommendation: Recommendation) -> str:
@@ -182,6 +195,7 @@ def _print_json(replayed: Replayed, made: Plan) -> None:
         "vram_hit_rate": made.vram_hit_rate,
         "hardware": asdict(read_hardware()),
         **asdict(made),
+        "lru_instead": None if made.lru_instead is None else made.lru_instead.ram_bytes,
     }
     print(json.dumps(document, indent=2))
 

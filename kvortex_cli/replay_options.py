@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvortex.replay.models import KNOWN_MODELS
+
 if TYPE_CHECKING:
     from kvortex.replay.models import ReplayedModel
     from kvortex.replay.prefill import PrefillCost
@@ -19,6 +21,12 @@ Trace = Annotated[
     Path,
     typer.Argument(
         metavar="TRACE", help="Requests as JSON lines, .gz or not: Mooncake's, or a server's kv_cache.request_log."
+    ),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="MODEL", help=f"Whose KV: {', '.join(KNOWN_MODELS)}, a directory or a Hub name (owner/name)."
     ),
 ]
 KvCacheDtype = Annotated[
@@ -82,7 +90,7 @@ def read_replayed(
 
     Raises:
         UsageError: one is wrong, or a line of the trace.
-        UnfitError: the model's configuration cannot be read, or is not understood.
+        ModelUnavailableError, UnfitError: the model's configuration cannot be read, or is not understood.
     """
     from kvortex.errors import UsageError
     from kvortex.kv_shape import KV_DTYPES
@@ -161,11 +169,11 @@ def conditions(replayed: Replayed) -> list[tuple[str, str]]:
     """What a reader needs to repeat it."""
     from kvortex import __version__
     from kvortex.bench.conditions import read_hardware
-    from kvortex.sizes import format_bytes
+    from kvortex.sizes import counted, format_bytes
 
     prefill = replayed.prefill.source if replayed.prefill is not None else "not known: give --prefill-speed"
     return [
-        ("trace", f"{replayed.trace}, {len(replayed.requests):,} requests"),
+        ("trace", f"{replayed.trace}, {counted(len(replayed.requests), 'request')}"),
         ("model", f"{replayed.model.name}, {replayed.model.token_bytes:,} bytes of KV a token"),
         ("blocks", f"{replayed.block_tokens} tokens"),
         ("VRAM in front", format_bytes(replayed.vram_bytes)),

@@ -90,12 +90,15 @@ def _show(command_line: CommandLine, environment: Mapping[str, str], *, as_json:
     from kvortex.config.resolve import resolve
     from kvortex.config.vllm_install import installed_vllm, required_vllm
     from kvortex.errors import UnfitError
+    from kvortex.model_files import require_path
     from kvortex_cli.console import report
     from kvortex_cli.resolved_view import print_json, print_table
 
     install = installed_vllm()
     machine = _machine(install)
     resolved = resolve(command_line, environment, machine)
+    assert resolved.model is not None
+    require_path(resolved.model.value)
     _note_unused_file(command_line, environment)
     try:
         required_vllm()
@@ -114,10 +117,13 @@ def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoRetur
     from kvortex.config.resolve import resolve
     from kvortex.config.vllm_install import installed_vllm, required_vllm
     from kvortex.hardware.memory import read_shared_memory
+    from kvortex.model_files import require_path
     from kvortex_cli.console import report
 
     machine = _machine(installed_vllm())
     resolved = resolve(command_line, environment, machine)
+    assert resolved.model is not None
+    require_path(resolved.model.value)
     _note_unused_file(command_line, environment)
     install = required_vllm()
     command = vllm_command(resolved, environment)
@@ -136,7 +142,7 @@ def _start(command_line: CommandLine, environment: Mapping[str, str]) -> NoRetur
         raise problem
     for caution in cautions(resolved):
         report("warning", caution.message, caution.hint)
-    report("kvortex", f"serving {resolved.model.value if resolved.model else ''} {_in_short(resolved, install)}")
+    report("kvortex", f"serving {resolved.model.value} {_in_short(resolved, install)}")
     sys.stdout.flush()
     sys.stderr.flush()
     # The same process id: signals reach vLLM itself, and no parent is left that could die alone.

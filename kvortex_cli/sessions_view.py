@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from kvortex.sizes import counted
+
 Line = Mapping[str, Any]
 
 _MAX_NAME = 40
@@ -22,7 +24,7 @@ def _of_engine(engine: Line, top: int) -> Table:
     lines: Sequence[Line] = engine["sessions"]
     if not engine["enabled"]:
         return Table("conversations are told apart only with kv_cache.prefetch_enabled: true", box=None)
-    title = f"{engine['known']:,} conversations known, the {min(top, len(lines))} heard of last"
+    title = f"{counted(engine['known'], 'conversation')} known, the {min(top, len(lines))} heard of last"
     table = Table(title=title, title_justify="left")
     table.add_column("conversation", overflow="fold")
     for name in ("turns", "tokens", "silent", "back in", "within 60 s", "VRAM / RAM / all blocks"):

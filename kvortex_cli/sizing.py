@@ -10,7 +10,7 @@ from kvortex.config.settings import KVCacheSettings, default_ram_cache_size
 from kvortex.hardware.gpu import Gpu
 from kvortex.hardware.memory import Ram
 from kvortex.kv_shape import KVShape
-from kvortex.sizes import format_bytes, parse_size
+from kvortex.sizes import counted, format_bytes, parse_size
 
 _UTILIZATION = 0.85
 _CONVERSATION_TOKENS = 8192
@@ -79,7 +79,9 @@ def suggest(ram: Ram, gpus: Sequence[Gpu], shape: KVShape | None, chosen: Chosen
         blocks = size // block_bytes
         conversations = blocks // -(-_CONVERSATION_TOKENS // block_size)
         why_block += f": {format_bytes(block_bytes)} of KV a block here"
-        why_size += f"; {blocks * block_size:,} tokens, {conversations:,} conversations of {_CONVERSATION_TOKENS:,}"
+        why_size += (
+            f"; {blocks * block_size:,} tokens, {counted(conversations, 'conversation')} of {_CONVERSATION_TOKENS:,}"
+        )
     return Sizing(
         vllm=(
             Suggestion("tensor_parallel_size", str(tp), why_tp),

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvortex.cache.misses import Miss
 from kvortex.cache.verdict import WORDS
-from kvortex.sizes import format_bytes
+from kvortex.sizes import counted, format_bytes
 from kvortex_cli.blocks_view import duration
 from kvortex_cli.stats_view import Stats
 from kvortex_cli.watch import Watched
@@ -41,7 +41,7 @@ def stats_screen(watched: Watched, lines: int) -> list[RenderableType]:
 def _alarm(now: Stats) -> Text:
     """One line, empty while RAM keeps what is stored in it."""
     corrupt = now["verify"]["corrupt_blocks"]
-    said = f"RAM does not keep what is stored in it: {corrupt:,} blocks had changed" if corrupt else ""
+    said = f"RAM does not keep what is stored in it: {counted(corrupt, 'block')} had changed" if corrupt else ""
     return Text(said, style="bold red", no_wrap=True, overflow="ellipsis")
 
 
@@ -121,11 +121,11 @@ def _moves(now: Stats, rates: _Rates) -> Table:
             name,
             "-" if speed is None else format_bytes(int(speed)),
             format_bytes(now[way]["bytes"]),
-            f"{now[way]['in_flight']:,} blocks",
+            counted(now[way]["in_flight"], "block"),
             f"{now['failures'][way]:,}",
         )
     for name, kind in (("RAM evicted", "ram_blocks"), ("VRAM lost", "vram_uncopied_blocks")):
-        grid.add_row(name, _number(rates.of("evicted", kind)), f"{now['evicted'][kind]:,} blocks")
+        grid.add_row(name, _number(rates.of("evicted", kind)), counted(now["evicted"][kind], "block"))
     return grid
 
 

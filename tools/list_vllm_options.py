@@ -26,13 +26,13 @@ _TYPES = {
     "float": "float",
     "str": "str",
     "human_readable_int": "count",
-    "human_readable_int_or_auto": "count",
+    "human_readable_int_or_auto": "count_or_auto",
     "loads": "json",
     "union_dict_and_str": "json",
     "parse_dataclass": "json",
 }
 _KIND_ORDER = ("value", "optional", "list", "append", "flag", "switch")
-_TYPE_ORDER = ("int", "float", "count", "str", "json", "any")
+_TYPE_ORDER = ("int", "float", "count", "count_or_auto", "str", "json", "any")
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from kvortex.bench.request import Endpoint
 from kvortex.bench.server_facts import ServerUnavailableError, check_length, read_server_facts
 from kvortex.bench.server_process import ServerFailedError, ServerProcess
 from kvortex.bench.workload import Workload
+from kvortex.sizes import counted
 
 # What `kvortex serve` becomes.
 SERVER_MODULE = "kvortex.vllm_plugin.server"
@@ -188,7 +189,7 @@ class Comparison:
         try:
             server.check_alive(_DYING_S if measured.requests.failed else 0.0)
         except ServerFailedError as died:
-            answered = f"{measured.requests.ok} of {measured.requests.sent} requests were answered"
+            answered = f"{measured.requests.ok:,} of {counted(measured.requests.sent, 'request')} answered"
             reason, tail = f"{died.message}; {answered}", died.log_tail
         if not reason and measured.requests.ok == 0:
             reason, tail = f"all requests failed: {measured.requests.examples[0]}", server.log_tail()

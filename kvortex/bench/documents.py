@@ -18,6 +18,7 @@ from kvortex.bench.server_facts import ServerFacts
 from kvortex.bench.session_figures import SessionFigures
 from kvortex.bench.workload import Workload
 from kvortex.config.redaction import redact
+from kvortex.sizes import counted
 
 # Raised when a field changes its meaning or goes.
 FORMAT: Final = 1
@@ -109,7 +110,7 @@ class CompareResult:
         for engine, measured in self.measured_runs:
             requests = measured.requests
             if requests.too_many_failed(self.conditions.max_failures):
-                found.append(f"{engine.engine}: {requests.failed} of {requests.sent} requests failed")
+                found.append(f"{engine.engine}: {requests.failed:,} of {counted(requests.sent, 'request')} failed")
         return found
 
 

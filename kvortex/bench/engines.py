@@ -11,7 +11,7 @@ from kvortex.bench.bound import PoolSize, pool_for
 from kvortex.bench.server_facts import check_length
 from kvortex.bench.workload import Workload
 from kvortex.config.arguments import VllmArgument
-from kvortex.config.checks import problems
+from kvortex.config.checks import find_model, problems
 from kvortex.config.command_line import vllm_command
 from kvortex.config.machine import MachineFacts
 from kvortex.config.names import nearest
@@ -92,14 +92,15 @@ def make_plans(
     install: VllmInstall,
     workload: Workload,
 ) -> list[Plan | Skipped]:
-    """One for each engine, in their order.
+    """One for each engine, in their order. Asks the Hub for a model that is not on this disk.
 
     Raises:
         UsageError: the configuration is wrong, sets what a comparison sets, or this machine cannot serve it.
-        UnfitError: the same for the machine.
+        UnfitError: the same for the machine; or there is no access to the model.
     """
     _check_not_set(command_line)
     plans: list[Plan | Skipped] = []
+    configured: list[ResolvedConfig] = []
     for engine in engines:
         resolved = resolve(_command_line_of(engine, command_line), environment, machine)
         for name in _CONNECTOR_OPTIONS:
@@ -110,7 +111,13 @@ def make_plans(
             raise problem
         longest = resolved.vllm_value("max_model_len", None)
         check_length(workload, longest if isinstance(longest, int) else None)
+        configured.append(resolved)
         plans.append(_plan(engine, resolved, command_line, environment, machine, install, workload))
+    # Last, as `kvortex serve` does: it may ask the Hub.
+    files = find_model(configured[0], environment)
+    for resolved in configured:
+        for problem in problems(resolved, machine, install, files):
+            raise problem
     return plans
 
 

@@ -14,6 +14,7 @@ from kvortex.bench.counters import Counters, read_counters
 from kvortex.bench.request import Endpoint, Failed, Good, complete
 from kvortex.bench.workload import Workload
 from kvortex.errors import KVortexError
+from kvortex.sizes import counted
 
 _WARM_UP_TOKENS: Final = 4
 _PROGRESS_EVERY_S: Final = 15.0
@@ -155,4 +156,4 @@ class _Player:
     async def _say_progress(self, number: int) -> None:
         while True:
             await asyncio.sleep(_PROGRESS_EVERY_S)
-            self.say(f"turn {number}: {self.done_of_turn} of {self.workload.conversations} requests ended")
+            self.say(f"turn {number}: {self.done_of_turn:,} of {counted(self.workload.conversations, 'request')} ended")

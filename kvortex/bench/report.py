@@ -12,7 +12,7 @@ from kvortex.bench.counters import PromptTokens
 from kvortex.bench.documents import CompareResult, Conditions, ServeResult
 from kvortex.bench.engines import Engine
 from kvortex.bench.figures import Figures, Measured
-from kvortex.sizes import format_bytes
+from kvortex.sizes import counted, format_bytes
 
 NOTHING: Final = "-"
 COLUMNS: Final = (
@@ -188,8 +188,9 @@ def _conditions(conditions: Conditions) -> tuple[tuple[str, str], ...]:
     return (
         (
             "workload",
-            f"{w.conversations} conversations of {w.turns} turns: {w.first} tokens first, {w.add} more a turn, {w.gen} "
-            f"generated, {w.concurrency} requests at a time; seed {w.seed}, token ids {w.vocabulary}",
+            f"{counted(w.conversations, 'conversation')} of {counted(w.turns, 'turn')}: {counted(w.first, 'token')} "
+            f"first, {w.add:,} more a turn, {w.gen:,} generated, {counted(w.concurrency, 'request')} at a time; "
+            f"seed {w.seed}, token ids {w.vocabulary}",
         ),
         ("measured", f"turns {w.measured_from_turn} to {w.turns}, answers that came whole"),
         ("hardware", str(conditions.hardware)),

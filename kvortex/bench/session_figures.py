@@ -10,6 +10,7 @@ from kvortex.bench.figures import Measured, Sources, measure
 from kvortex.bench.load import Played, Turn
 from kvortex.bench.request import Good
 from kvortex.bench.session_load import PlayedSessions
+from kvortex.sizes import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def _notes(measured: Measured, figures: SessionFigures) -> Iterable[str]:
     goal = figures.goal
     yield (
         f"open load: {figures.sessions_per_s:g} sessions a second begin, {figures.who}, at most "
-        f"{figures.most_in_flight} requests at a time; sources are those of all turns"
+        f"{counted(figures.most_in_flight, 'request')} at a time; sources are those of all turns"
     )
     for turn in measured.turns:
         if turn.ttft_p50_s is not None and turn.ttft_p99_s is not None:

@@ -18,6 +18,7 @@ from kvortex.bench.load import warm_up
 from kvortex.bench.request import Endpoint, Failed, Good, complete
 from kvortex.bench.think import Think, arrivals_s, think_s
 from kvortex.bench.workload import Workload
+from kvortex.sizes import counted
 
 _PROGRESS_EVERY_S: Final = 15.0
 
@@ -139,4 +140,5 @@ class _Player:
         workload = self.load.workload
         while True:
             await asyncio.sleep(_PROGRESS_EVERY_S)
-            self.say(f"{self.done} of {workload.conversations * workload.turns} requests ended, {self.in_flight} run")
+            all_of_them = counted(workload.conversations * workload.turns, "request")
+            self.say(f"{self.done:,} of {all_of_them} ended, {self.in_flight:,} run")

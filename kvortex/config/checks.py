@@ -17,7 +17,7 @@ from kvortex.config.vllm_options import vllm_options
 from kvortex.errors import ConfigError, KVortexError, UnfitError, UsageError
 from kvortex.keys import COLLISION_RESISTANT
 from kvortex.kv_shape import KVShape, read_kv_shape
-from kvortex.model_files import ModelFiles, ModelUnavailableError, Reason, read_model_files
+from kvortex.model_files import ModelFiles, ModelUnavailableError, Reason, read_model_files, require_path
 from kvortex.sizes import format_bytes
 
 # vLLM's queue to its workers, in every supported release: ten chunks of 16 MiB unless the variable says otherwise.
@@ -70,7 +70,8 @@ def find_model(resolved: ResolvedConfig, environment: Mapping[str, str]) -> Mode
     """
     assert resolved.model is not None
     name = resolved.model.value
-    if "://" in name or environment.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+    require_path(name)
+    if is_elsewhere(name, environment):
         return None
     token = resolved.vllm_value("hf_token", None)
     try:
@@ -84,6 +85,11 @@ def find_model(resolved: ResolvedConfig, environment: Mapping[str, str]) -> Mode
         if error.reason in _CERTAIN:
             raise
         return None
+
+
+def is_elsewhere(model: str, environment: Mapping[str, str]) -> bool:
+    """Whether vLLM looks where nothing here does: at an address such as `s3://`, or at ModelScope."""
+    return "://" in model or environment.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true")
 
 
 def allocator_problem(resolved: ResolvedConfig, environment: Mapping[str, str]) -> UnfitError | None:

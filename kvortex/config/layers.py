@@ -31,7 +31,7 @@ def file_layer(path: str) -> Layer:
                 raise ConfigError(place, message, hint=f"leave {SECTION} out for its defaults")
             for name, child in entry.children.items():
                 below = Place(path, child.line)
-                layer.put_kv_cache(find_kv_cache(name, below), child.value, below)
+                layer.put_kv_cache(find_kv_cache(name, below), child.value, below, child.text)
             continue
         option = find_top_level(key, place, children=tuple(entry.children or ()))
         layer.put_vllm(option, partial(from_entry, option, entry), place)
@@ -80,7 +80,7 @@ def environment_layer(environment: Mapping[str, str]) -> Layer:
 def _put_text(layer: Layer, path: str, text: str, place: Place) -> None:
     section, dot, key = path.partition(".")
     if dot and section == SECTION:
-        layer.put_kv_cache(find_kv_cache(key, place), parse_yaml_value(text, place).value, place)
+        layer.put_kv_cache(find_kv_cache(key, place), parse_yaml_value(text, place).value, place, text.strip())
         return
     if dot:
         hint = f'did you mean "{SECTION}.{key}"?' if nearest(section, [SECTION]) else None

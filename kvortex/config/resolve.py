@@ -163,6 +163,7 @@ def _check(layer: Layer, machine: MachineFacts) -> None:
             key,
             setting.value,
             place=setting.source.place,
+            written=setting.written,
             available_ram_bytes=machine.usable_ram_bytes,
             prefix=SECTION + ".",
         )
@@ -210,7 +211,7 @@ def _check_model(model: Setting | None, path: str | None, required: bool) -> Non
         raise ConfigError(model.source.place, f"model takes a name or a path, not {describe(model.value)}")
     if model is None and required:
         where = f"`model:` in {path}" if path else "`model:` in the file of --config"
-        raise UsageError("no model is named", hint=f"kvortex serve MODEL, with MODEL before list options; or {where}")
+        raise UsageError("no model is named", hint=f"give MODEL, before list options, or {where}")
 
 
 def _check_conflicts(resolved: ResolvedConfig) -> None:

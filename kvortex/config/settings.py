@@ -102,7 +102,7 @@ def _log_size(value: Any) -> int:
 def _some_seconds(value: Any) -> float:
     seconds = parse_duration(value)
     if seconds == 0:
-        raise BadValueError("takes a duration of more than 0 seconds, such as 30s")
+        raise BadValueError(f"takes a duration of more than 0 seconds, not {value}", hint="such as 30s")
     return seconds
 
 
@@ -213,15 +213,21 @@ def read_settings(
         raise _config_error(prefix + key, place_of(key), error) from None
 
 
-def check_value(key: str, value: Any, *, place: Place, available_ram_bytes: int, prefix: str = "") -> None:
-    """Checks one value by itself, not how it goes with the others; raises ConfigError at its place."""
+def check_value(
+    key: str, value: Any, *, place: Place, available_ram_bytes: int, prefix: str = "", written: str | None = None
+) -> None:
+    """Checks one value by itself, not how it goes with the others; raises ConfigError at its place.
+
+    Args:
+        written: how the value is spelled there; None where that is not known.
+    """
     alone = {"ram_cache_size": 1, "offload_threshold": 1.0, "offload_target": 0.0, key: value}
     try:
         KVCacheSettings.model_validate(alone, context={_AVAILABLE_RAM: available_ram_bytes})
     except ValidationError as invalid:
         for faulty, error in _faults(invalid):
             if faulty == key:
-                raise _config_error(prefix + key, place, error) from None
+                raise _config_error(prefix + key, place, _as_written(error, value, written)) from None
 
 
 def _faults(invalid: ValidationError) -> Iterator[tuple[str, BadValueError]]:
@@ -231,6 +237,13 @@ def _faults(invalid: ValidationError) -> Iterator[tuple[str, BadValueError]]:
         error = fault.get("ctx", {}).get("error")
         assert isinstance(error, BadValueError), fault
         yield key, error
+
+
+def _as_written(error: BadValueError, value: Any, written: str | None) -> BadValueError:
+    """YAML reads `yes` and `off` as true and false; whoever wrote them looks for these words."""
+    if not isinstance(value, bool) or written is None or written.lower() == describe(value):
+        return error
+    return BadValueError(written.join(error.message.rsplit(describe(value), 1)), hint=error.hint)
 
 
 def _config_error(key: str, place: Place, error: BadValueError) -> ConfigError:

@@ -46,10 +46,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and its source."""
+    """A value and its source.
+
+    Attributes:
+        written: as it is spelled there, where that is known: YAML reads `yes` as true.
+    """
 
     value: Any
     source: Source
+    written: str | None = None
 
 
 @dataclass(slots=True)
@@ -60,8 +65,8 @@ class Layer:
     kv_cache: dict[str, Setting] = field(default_factory=dict)
     vllm: dict[str, Setting] = field(default_factory=dict)
 
-    def put_kv_cache(self, key: str, value: Any, place: Place) -> None:
-        self._put(self.kv_cache, key, value, place)
+    def put_kv_cache(self, key: str, value: Any, place: Place, written: str | None = None) -> None:
+        self._put(self.kv_cache, key, value, place, written)
 
     def put_vllm(self, option: VllmOption, read: Callable[[], Any], place: Place) -> None:
         """Puts what `read` returns; its BadValueError becomes a ConfigError at the place."""
@@ -72,12 +77,12 @@ class Layer:
         except BadValueError as bad:
             raise ConfigError(place, f"{option.name} {bad.message}", hint=bad.hint) from None
 
-    def _put(self, into: dict[str, Setting], name: str, value: Any, place: Place) -> None:
+    def _put(self, into: dict[str, Setting], name: str, value: Any, place: Place, written: str | None = None) -> None:
         if name in into:
             first = into[name].source.place
             where = "" if first == place else f", first at {first}"
             raise ConfigError(place, f'"{name}" is there twice{where}', hint="keep one of the two")
-        into[name] = Setting(value, Source(self.kind, place))
+        into[name] = Setting(value, Source(self.kind, place), written)
 
 
 def find_top_level(key: str, place: Place, *, children: tuple[str, ...] = ()) -> VllmOption:

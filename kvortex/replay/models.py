@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from kvortex.errors import UsageError
 from kvortex.kv_shape import KVShape, read_kv_shape
 from kvortex.model_files import read_model_files
 from kvortex.replay.prefill import parameters_read
@@ -58,9 +60,16 @@ def read_model(model: str, *, kv_cache_dtype: str = "auto") -> ReplayedModel:
         kv_cache_dtype: vLLM's option.
 
     Raises:
-        UnfitError: its configuration cannot be read, or is not understood.
+        UsageError: it is none of these.
+        ModelUnavailableError: its configuration cannot be read.
+        UnfitError: its configuration is not understood.
     """
     known = _SHAPES.get(model.lower())
+    if known is None and "/" not in model and not (model.strip() and Path(model).exists()):
+        raise UsageError(
+            f"--model {model}: there is no such directory, and a Hub name is owner/name",
+            hint=f"known without a file: {', '.join(KNOWN_MODELS)}",
+        )
     if known is not None:
         config, source = _config_of(known), model
     else:

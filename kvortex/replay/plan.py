@@ -12,7 +12,7 @@ from kvortex.replay.models import ReplayedModel
 from kvortex.replay.prefill import PrefillCost
 from kvortex.replay.simulator import BELADY, DEFAULT, ReplayResult, replay
 from kvortex.replay.trace import TracedRequest
-from kvortex.sizes import format_bytes
+from kvortex.sizes import counted, format_bytes
 
 PAYS: Final = 0.01
 """A size pays that adds at least this share of the prompt tokens to what is found, for each doubling."""
@@ -69,6 +69,16 @@ class Plan:
         """What VRAM alone finds."""
         return _vram_hit_rate(self.endless)
 
+    @property
+    def lru_instead(self) -> PlannedSize | None:
+        """A size below the recommended one, at which `lru` finds PAYS more than the default policy: of these the one
+        with which it finds most. None where there is none."""
+        below = math.inf if self.recommended.ram_bytes is None else self.recommended.ram_bytes
+        better = [
+            size for size in self.sizes if size.ram_bytes < below and size.lru.hit_rate - size.default.hit_rate >= PAYS
+        ]
+        return max(better, key=lambda size: (size.lru.hit_rate, -size.ram_bytes), default=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Planner:
@@ -118,7 +128,7 @@ class Planner:
         )
 
     def _planned(self, size: int, conversation_bytes: int) -> PlannedSize:
-        self.say(f"{format_bytes(size)} of RAM, {len(self.requests):,} requests")
+        self.say(f"{format_bytes(size)} of RAM, {counted(len(self.requests), 'request')}")
         default, lru, bound = (self._replayed(policy, size) for policy in (DEFAULT, "lru", BELADY))
         return PlannedSize(size, size <= self.machine_bytes, size // conversation_bytes, default, lru, bound)
 
@@ -169,17 +179,21 @@ def recommend(sizes: Sequence[PlannedSize], endless: ReplayResult) -> Recommenda
     """
     if not sizes:
         return Recommendation(None, "every size is more RAM than this process may use")
-    vram_only = _vram_hit_rate(endless)
-    best = max(size.default.hit_rate for size in sizes)
-    if best - vram_only < PAYS:
-        largest = format_bytes(sizes[-1].ram_bytes)
-        reason = (
-            f"no size pays: prompts hardly repeat. VRAM alone finds {vram_only:.1%} of their tokens, {largest} of RAM "
-            f"{best - vram_only:.1%} more, and an endless cache would find {endless.hit_rate:.1%} in all"
-        )
-        return Recommendation(None, reason)
+    if max(size.default.hit_rate for size in sizes) - _vram_hit_rate(endless) < PAYS:
+        return Recommendation(None, _why_none(sizes, endless))
     chosen = next(i for i, size in enumerate(sizes) if not any(_pays(size, larger) for larger in sizes[i + 1 :]))
     return Recommendation(sizes[chosen].ram_bytes, _reason(sizes, chosen, endless))
+
+
+def _why_none(sizes: Sequence[PlannedSize], endless: ReplayResult) -> str:
+    vram_only = _vram_hit_rate(endless)
+    best = max(sizes, key=lambda size: size.default.hit_rate)
+    gain, there_are = max(0.0, best.default.hit_rate - vram_only), endless.hit_rate - vram_only
+    finds = f"VRAM alone finds {vram_only:.1%} of the prompt tokens, an endless cache would find {endless.hit_rate:.1%}"
+    if there_are < PAYS:
+        return f"no size pays: prompts hardly repeat. {finds}"
+    largest = format_bytes(sizes[-1].ram_bytes)
+    return f"too little RAM: {largest} adds {gain * 100:.1f} of the {_points(there_are)} there are. {finds}"
 
 
 def _pays(size: PlannedSize, larger: PlannedSize) -> bool:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterable
 from typing import Any
 
-from kvortex.sizes import format_bytes
+from kvortex.sizes import counted, format_bytes
 from kvortex.vllm_plugin.engines import Engines
 from kvortex.vllm_plugin.stats_socket import StatsUnavailableError
 from kvortex.vllm_plugin.watch import is_listening
@@ -72,7 +72,8 @@ def banner(stats: dict[str, Any], url: str, paths: set[str]) -> str:
         conversations = held["capacity_blocks"] // -(-_CONVERSATION_TOKENS // block_size)
         lines.append(
             f"  {tier.upper():<5} {format_bytes(held['capacity_bytes'])}, {held['capacity_blocks']:,} blocks of "
-            f"{block_size} tokens: up to {tokens:,} tokens, {conversations:,} conversations of {_CONVERSATION_TOKENS:,}"
+            f"{block_size} tokens: up to {tokens:,} tokens, {counted(conversations, 'conversation')} of "
+            f"{_CONVERSATION_TOKENS:,}"
         )
     lines.append(f"  look  kvortex inspect --url {url}" if not url.startswith("unix:") else f"  look  {url}")
     pages = [path for path in ("/kvortex/dashboard", "/kvortex/stats", "/metrics") if path in paths]

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kvortex.cache.sessions.line import MOST_SESSIONS
 from kvortex.vllm_plugin.callers import caller_of
 from kvortex.vllm_plugin.stats_socket import StatsUnavailableError
 from kvortex.vllm_plugin.waker import wake
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 MOST_BODY_BYTES: Final = 4 << 20
 MOST_TOKENS: Final = 400_000
-MOST_SESSIONS: Final = 100
 _LARGEST_TOKEN: Final = 2**31 - 1
 _MOST_FAULTS: Final = 3
 _MOST_OF_A_PLACE: Final = 100

@@ -13,7 +13,7 @@ from kvortex.errors import KVortexError
 from kvortex.hardware.gpu import Gpu
 from kvortex.kv_shape import KVKind, KVShape, UnknownShapeError, read_kv_shape
 from kvortex.model_files import ModelFiles, ModelUnavailableError, read_model_files
-from kvortex.sizes import format_bytes
+from kvortex.sizes import counted, format_bytes
 from kvortex_cli.checks.finding import Finding, fail, ok, warn
 
 CONVERSATION_TOKENS = 8192
@@ -218,7 +218,7 @@ def _vram_kv_bytes(resolved: ResolvedConfig, files: ModelFiles, gpus: tuple[Gpu,
 
 
 def _fits(tokens: int, conversations: int) -> str:
-    return f"{tokens:,} tokens, {conversations:,} conversations of {CONVERSATION_TOKENS:,}"
+    return f"{tokens:,} tokens, {counted(conversations, 'conversation')} of {CONVERSATION_TOKENS:,}"
 
 
 def describe_shape(shape: KVShape) -> str:

@@ -66,6 +66,15 @@ def test_serve_exits_with_one_over_the_allowed_share_and_still_shows_the_result(
     assert "http_status 500" in result.out
 
 
+def test_one_request_is_one_request(kvortex: Any) -> None:
+    one = ("--conversations", "1", "--turns", "1", "--concurrency", "1", "--first", "6", "--gen", "4")
+    with stub_server([Behaviour.GOOD, Behaviour.STATUS_500]) as server:
+        result = kvortex("bench", "serve", "--url", server.url, *one)
+    assert "1 conversation of 1 turn: " in result.out
+    assert "error: 1 of 1 request failed" in result.err
+    assert not re.search(r"\b1 (requests|conversations|turns)\b", result.out + result.err)
+
+
 def test_serve_exits_with_one_if_all_fail_whatever_is_allowed(kvortex: Any) -> None:
     with stub_server([Behaviour.GOOD, Behaviour.EMPTY]) as server:
         result = kvortex("bench", "serve", "--url", server.url, *SMALL, "--max-failures", "1", "--json")
@@ -100,9 +109,32 @@ def test_serve_refuses_a_wrong_call_with_one_message(
     assert "Traceback" not in result.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--vocab", "5"), "--vocab '5' is no range of token ids"),
+        (("--rate", "1"), "--rate goes with --think"),
+        (("--ttft-goal", "1s"), "--ttft-goal goes with --think"),
+        (("--tpot-goal", "9ms"), "--tpot-goal goes with --think"),
+        (("--think", "people", "--concurrency", "8"), "--concurrency does not go with --think"),
+    ],
+)
+def test_serve_refuses_a_wrong_call_before_it_asks_the_server(
+    kvortex: Any, arguments: tuple[str, ...], message: str
+) -> None:
+    """What would change nothing is no less wrong: it would be taken for measured."""
+    with stub_server([Behaviour.GOOD]) as server:
+        result = kvortex("bench", "serve", "--url", server.url, *arguments)
+        assert server.asked == []
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: {message}\n")
+
+
 @pytest.fixture
-def stub_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison starts stubs; the model's name says how they behave."""
+def stub_engines(clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A comparison starts stubs; the model's name, a directory here, says how they behave."""
+    for name in ("good", "dies_at_start", "good,hang"):
+        Path(name).mkdir()
     monkeypatch.setattr(compare_module, "SERVER_MODULE", STUB_MODULE)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
@@ -142,9 +174,11 @@ def test_compare_exits_with_one_if_kvortex_was_not_measured(kvortex: Any) -> Non
         (("--enforce-eagerly",), "did you mean --enforce-eager?"),
         (("--runs", "0"), "--runs"),
         (("--runs",), "--runs"),
+        (("--vocab", "5"), "--vocab '5' is no range"),
         (("--max-model-len", "8"), "grows to 16 tokens, and the server takes 8"),
     ],
 )
+@pytest.mark.usefixtures("stub_engines")
 def test_compare_refuses_a_wrong_call_before_starting_anything(
     kvortex: Any, arguments: tuple[str, ...], message: str
 ) -> None:
@@ -155,8 +189,18 @@ def test_compare_refuses_a_wrong_call_before_starting_anything(
     assert result.out == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.usefixtures("clean_environment")
+def test_compare_looks_for_the_model_before_starting_anything(kvortex: Any) -> None:
+    result = kvortex("bench", "compare", "/none/such", *COMPARE[3:])
+    assert (result.code, result.out) == (2, "")
+    assert result.err.splitlines() == [
+        "error: /none/such is no directory on this machine, and no Hub name (owner/name) either",
+        "hint: check the path, or give owner/name",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("stub_engines")
 def test_an_interrupted_comparison_leaves_no_server(number: signal.Signals) -> None:
     code = (
         f"from kvortex.bench import compare\ncompare.SERVER_MODULE = '{STUB_MODULE}'\n"

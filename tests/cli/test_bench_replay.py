@@ -155,4 +155,5 @@ def test_a_bad_line_is_named(kvortex: Any, trace: Path) -> None:
 def test_help_imports_nothing_heavy() -> None:
     done = run("bench", "replay", "--help")
     assert done.returncode == 0
+    assert "over the requests after the warm-up" in " ".join(done.stdout.split())
     assert set(json.loads(done.stderr)).isdisjoint(HEAVY)

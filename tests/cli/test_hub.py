@@ -46,17 +46,17 @@ def run(hub: FakeHub, directory: Path, *arguments: str, **environ: str) -> subpr
 
 
 ANSWERS = [
-    ("o/code-401", "", "no public repository o/code-401", "no_token"),
-    ("o/code-401", TOKEN, "refused the Hugging Face token", "bad_token"),
-    ("o/gated-401", "", "is gated, and there is no Hugging Face token", "no_token"),
-    ("o/gated-403", TOKEN, "is gated, and the account of the token in use has no access", "no_access"),
-    ("o/code-404", "", "has no repository o/code-404", "not_found"),
+    ("o/code-401", "", "no public repository o/code-401", "no_token", True),
+    ("o/code-401", TOKEN, "refused the Hugging Face token", "bad_token", False),
+    ("o/gated-401", "", "is gated, and there is no Hugging Face token", "no_token", False),
+    ("o/gated-403", TOKEN, "is gated, and the account of the token in use has no access", "no_access", False),
+    ("o/code-404", "", "has no repository o/code-404", "not_found", True),
 ]
 
 
-@pytest.mark.parametrize(("model", "token", "said", "reason"), ANSWERS)
+@pytest.mark.parametrize(("model", "token", "said", "reason", "is_absent"), ANSWERS)
 def test_every_command_tells_the_same_and_never_the_token(
-    hub: FakeHub, tmp_path: Path, model: str, token: str, said: str, reason: str
+    hub: FakeHub, tmp_path: Path, model: str, token: str, said: str, reason: str, is_absent: bool
 ) -> None:
     token_of = {"HF_TOKEN": token} if token else {}
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -68,14 +68,19 @@ def test_every_command_tells_the_same_and_never_the_token(
     assert (doctor.returncode, findings["model"]["status"]) == (1, "fail")
     assert said in findings["model"]["value"]
     assert json.loads(doctor.stdout)["model"]["unavailable"] == reason
-    # vLLM itself would need half a minute for this, and a page of traces.
-    assert serve.returncode == 1
-    assert said in serve.stderr.splitlines()[-2]
-    assert serve.stderr.splitlines()[-1].startswith("hint: ")
-    # A file can still be written, with the reason in it.
-    assert init.returncode == 0
-    assert said in (tmp_path / "kvortex.yaml").read_text()
-    for shown in (doctor.stdout, doctor.stderr, serve.stderr, init.stderr, (tmp_path / "kvortex.yaml").read_text()):
+    # vLLM itself would need half a minute for this, and a page of traces; a comparison, a server for each engine.
+    compare = run(hub, tmp_path, "bench", "compare", model, "--set", "kv_cache.ram_cache_size=1MB", **token_of)
+    for refused in (serve, compare):
+        assert refused.returncode == (2 if is_absent else 1)
+        assert said in refused.stderr.splitlines()[-2]
+        assert refused.stderr.splitlines()[-1].startswith("hint: ")
+        assert "starting" not in refused.stderr
+    # A file can still be written for what is there, with the reason in it.
+    written = (tmp_path / "kvortex.yaml").read_text() if not is_absent else ""
+    assert init.returncode == (2 if is_absent else 0)
+    assert (tmp_path / "kvortex.yaml").exists() is not is_absent
+    assert said in (init.stderr if is_absent else written)
+    for shown in (doctor.stdout, doctor.stderr, serve.stderr, compare.stderr, init.stderr, written):
         assert TOKEN not in shown
     assert set(hub.tokens) == {token}
 

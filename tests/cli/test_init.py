@@ -204,10 +204,17 @@ def test_an_odd_name_is_written_as_it_is(tmp_path: Path, name: str) -> None:
     assert yaml.safe_load(text)["model"] == name
 
 
-@pytest.mark.parametrize("name", ["", "  ", "two\nlines"])
-def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["", "  ", "two\nlines", "/no/such/model", "./nowhere", "a/b/c"])
+def test_a_name_that_is_none_and_a_path_where_nothing_is_are_refused(tmp_path: Path, name: str) -> None:
     assert init(name, cwd=tmp_path).returncode == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["s3://bucket/a/model", "owner/repository/file.gguf"])
+def test_what_only_vllm_can_read_gets_a_file(tmp_path: Path, name: str) -> None:
+    done = init(name, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load((tmp_path / "kvortex.yaml").read_text())["model"] == name
 
 
 @pytest.fixture

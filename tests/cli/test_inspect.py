@@ -8,6 +8,8 @@ import termios
 import pytest
 
 from kvortex.cache.holdings import BlockOrder
+from kvortex.cache.sessions.line import MOST_SESSIONS
+from kvortex_cli import inspect
 from kvortex_cli.inspect import Order
 from tests.cli.terminal import Terminal
 from tests.fakes.stats_document import busy_ledger, stats_document
@@ -89,11 +91,33 @@ def test_blocks_are_shown_by_age_and_use(kvortex, server):
 
 def test_the_orders_of_the_command_are_those_of_the_server():
     assert [order.value for order in Order] == [order.value for order in BlockOrder]
+    assert inspect.MOST_SESSIONS == MOST_SESSIONS
 
 
-@pytest.mark.parametrize("arguments", [["--by", "colour"], ["--top", "0"], ["--top", "1001"], ["colours"]])
+@pytest.mark.parametrize(
+    "arguments", [["blocks", "--by", "colour"], ["blocks", "--top", "0"], ["blocks", "--top", "1001"], ["colours"]]
+)
 def test_what_is_not_there_is_refused_with_exit_code_2(kvortex, server, arguments):
     assert kvortex("inspect", *arguments, "--url", server.url).code == 2
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--top", "10"], "--top goes with blocks or sessions"),
+        (["stats", "--by", "idle"], "--by goes with blocks"),
+        (["sessions", "--by", "age"], "--by goes with blocks"),
+        (["sessions", "--top", "500"], "--top: takes at most 100 for sessions, not 500"),
+        (["--every", "2"], "--every goes with --watch"),
+        (["blocks", "--every", "5"], "--every goes with --watch"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(kvortex, server, arguments, says):
+    run = kvortex("inspect", *arguments, "--url", server.url)
+    assert (run.code, run.out) == (2, "")
+    assert run.err.startswith(f"error: {says}\n")
+    assert server.asked == []
 
 
 def test_watching_needs_a_terminal(kvortex, server):

@@ -75,7 +75,8 @@ def test_json_is_the_servers_document(monkeypatch: pytest.MonkeyPatch) -> None:
         return httpx.Response(200, json=DOCUMENT)
 
     monkeypatch.setattr(httpx, "get", get)
-    result = CliRunner().invoke(app, ["inspect", "sessions", "--url", "http://h:1", "--json"])
-    assert result.exit_code == 0
-    assert json.loads(result.stdout) == DOCUMENT
-    assert asked == ["http://h:1/kvortex/sessions"]
+    for top in ([], ["--top", "50"]):
+        result = CliRunner().invoke(app, ["inspect", "sessions", "--url", "http://h:1", "--json", *top])
+        assert result.exit_code == 0
+        assert json.loads(result.stdout) == DOCUMENT
+    assert asked == ["http://h:1/kvortex/sessions?top=20", "http://h:1/kvortex/sessions?top=50"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvortex.keys import block_key
+from kvortex.replay import plan as plan_module
+from kvortex.replay.models import KNOWN_MODELS
 from kvortex.replay.synthesis import round_robin
 from kvortex.vllm_plugin.request_log import EndedRequest, RequestLog
 from tests.cli.test_help import HEAVY, run
@@ -72,6 +75,44 @@ def test_a_table_says_the_size_why_and_what_fits(kvortex: Any, log: Path) -> Non
     ):
         assert part in shown, part
     assert "plan: 2 GB of RAM, 64 requests" in result.err
+
+
+def test_nothing_that_pays_is_one_line_and_too_little_ram_is_called_that(kvortex: Any, log: Path) -> None:
+    model = ("--model", "llama-3.1-8b")
+    shown = kvortex("plan", str(log), *model, "--ram", "20MB").out
+    (line,) = [line for line in shown.splitlines() if ": none: " in line]
+    assert line.startswith("recommended: none: too little RAM: 20 MB adds 0.")
+    assert "hardly repeat" not in shown
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:TALKS]))
+    shown = kvortex("plan", str(log), *model, "--ram", "4GB").out
+    assert "recommended: none: no size pays: prompts hardly repeat." in shown
+    assert shown.count(": none: ") == 1
+
+
+def test_lru_is_named_where_it_needs_less_ram(kvortex: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policies' hit rates are given here; which sizes they are of is the plan's."""
+    played = plan_module.replay
+
+    def replay(requests: Any, policy: str, *, ram_bytes: int, **options: Any) -> Any:
+        rate = {"default": {10**9: 0.10, 4 * 10**9: 0.21}, "lru": {10**9: 0.20, 4 * 10**9: 0.21}}
+        result = played(requests, policy, ram_bytes=ram_bytes, **options)
+        return replace(result, hit_rate=rate.get(policy, {}).get(ram_bytes, 0.21))
+
+    monkeypatch.setattr(plan_module, "replay", replay)
+    arguments = (str(log), "--model", "llama-3.1-8b", "--ram", "1GB", "--ram", "4GB")
+    shown = kvortex("plan", *arguments).out
+    assert "recommended: 4 GB: " in shown
+    assert "with lru: 1 GB finds 20.0%, where the default policy finds 10.0%: kv_cache.eviction_policy" in shown
+    assert planned(kvortex, *arguments)["lru_instead"] == 10**9
+
+
+def test_one_request_is_one_request(kvortex: Any, log: Path) -> None:
+    log.write_text(log.read_text().splitlines()[0])
+    model = ("--model", "llama-3.1-8b", "--ram", "1GB")
+    for command in (("plan",), ("bench", "replay")):
+        result = kvortex(*command, str(log), *model, "--warm-up", "0")
+        assert "1 request" in result.out
+        assert "1 requests" not in result.out + result.err
 
 
 def test_more_than_this_machine_has_is_marked_and_not_recommended_here(kvortex: Any, log: Path) -> None:
@@ -141,14 +182,24 @@ def test_a_wrong_trace_is_named_with_its_line(kvortex: Any, log: Path, tmp_path:
 def test_a_wrong_model_ends_with_1_and_a_wrong_call_with_2(kvortex: Any, log: Path, tmp_path: Path) -> None:
     unknown = write_model(tmp_path / "u", model_type="rwkv")
     assert "the layout of this model's KV is not known" in refused(kvortex, 1, str(log), "--model", unknown)
-    assert "is no directory" in refused(kvortex, 1, str(log), "--model", "./none")
+    assert "is no directory" in refused(kvortex, 2, str(log), "--model", "./none")
     assert "Missing option '--model'" in refused(kvortex, 2, str(log))
     assert "less than one block" in refused(kvortex, 2, str(log), "--model", "llama-3.1-8b", "--ram", "1MB")
     assert "--ram: " in refused(kvortex, 2, str(log), "--model", "llama-3.1-8b", "--ram", "128G")
     assert "--html none/p cannot be written" in refused(kvortex, 2, str(log), "--model", "m", "--html", "none/p")
 
 
-def test_help_imports_nothing_heavy() -> None:
+@pytest.mark.parametrize("name", ["gpt9", "llama", ""])
+def test_a_name_that_is_none_is_not_asked_of_the_hub_and_the_known_ones_are_told(
+    kvortex: Any, log: Path, name: str
+) -> None:
+    said = refused(kvortex, 2, str(log), "--model", name)
+    assert said.startswith(f"error: --model {name}: there is no such directory, and a Hub name is owner/name\n")
+    assert f"hint: known without a file: {', '.join(KNOWN_MODELS)}\n" in said
+
+
+def test_help_imports_nothing_heavy_and_names_the_known_models() -> None:
     done = run("plan", "--help")
     assert done.returncode == 0
+    assert ", ".join(KNOWN_MODELS) in " ".join(done.stdout.split())
     assert set(json.loads(done.stderr)).isdisjoint(HEAVY)

@@ -128,10 +128,10 @@ def test_a_machine_too_small_is_a_warning_in_a_dry_run_and_a_refusal_in_a_real_o
     arguments = ["serve", "M", "--set", "kv_cache.ram_cache_size=4PB"]
     dry = kvortex(*arguments, "--dry-run")
     assert dry.code == 0
-    assert "warning: --set kv_cache.ram_cache_size: kv_cache.ram_cache_size is 4 PB" in dry.err
+    assert "warning: --set kv_cache.ram_cache_size: is 4 PB" in dry.err
     real = kvortex(*arguments)
     assert (real.code, real.out) == (2, "")
-    assert "error: --set kv_cache.ram_cache_size: kv_cache.ram_cache_size is 4 PB" in real.err
+    assert "error: --set kv_cache.ram_cache_size: is 4 PB" in real.err
 
 
 def test_a_request_log_that_cannot_be_is_refused_at_its_line(kvortex: Any, tmp_path: Path) -> None:

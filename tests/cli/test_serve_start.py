@@ -173,10 +173,14 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(kvortex: Any, became: li
 
 def test_a_model_that_is_not_there_is_refused(kvortex: Any, became: list[Any], free_port: str) -> None:
     """Field trial B55."""
-    for name in ("./nowhere", "/no/such/model"):
-        result = kvortex("serve", name, *SMALL, "--port", free_port)
-        assert result.code == 1
-        assert result.err.startswith(f"error: {name} is no directory on this machine")
+    for name in ("./nowhere", "/no/such/model", "~nobody-is-called-so/model", "a/b/c", "/no/such/model.gguf"):
+        for mode in (("--port", free_port), ("--dry-run",)):
+            result = kvortex("serve", name, *SMALL, *mode)
+            assert (result.code, result.out) == (2, "")
+            assert result.err.splitlines() == [
+                f"error: {name} is no directory on this machine, and no Hub name (owner/name) either",
+                "hint: check the path, or give owner/name",
+            ]
     assert became == []
 
 

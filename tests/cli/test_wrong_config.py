@@ -57,6 +57,9 @@ WRONG_FILES = {
         3,
         "0.6 is above offload_threshold, 0.5",
     ),
+    "a word that YAML reads as true": ("kv_cache:\n  verify: yes\n", 2, 'or "all", not yes'),
+    "a word that is no number": ("kv_cache:\n  num_streams: off\n", 2, "from 1 to 64, not off"),
+    "a word for a number of vLLM's": ("port: on\n", 1, "a whole number, not on, which YAML reads as true"),
     "a list for kv_cache": ("kv_cache: [1]\n", 1, "takes keys and values, not a list"),
     "nothing under kv_cache": ("kv_cache:\nseed: 1\n", 1, "takes keys and values, not null"),
     "a list for a number of vLLM's": (
@@ -64,8 +67,15 @@ WRONG_FILES = {
         1,
         "takes a whole number, not a list",
     ),
+    "text for a count of vLLM's": (
+        "dtype: auto\nmax_model_len: abc\n",
+        2,
+        "max_model_len takes a whole number, one such",
+    ),
+    "a fraction for a count of vLLM's": ("max_num_batched_tokens: 0.5\n", 1, "not the text '0.5'"),
+    "text in a list of numbers": ("cudagraph_capture_sizes: [1, x]\n", 1, "takes a whole number, not the text 'x'"),
     "text for a switch": ("enforce_eager: 'yes'\n", 1, "takes true or false, not text"),
-    "a bool for text": ("dtype: no\n", 1, "takes text, not false"),
+    "a bool for text": ("dtype: no\n", 1, "takes text, not no, which YAML reads as false"),
     "a share above one": ("gpu_memory_utilization: 85\n", 1, "above 0 and up to 1, not 85"),
     "a port out of range": ("port: 70000\n", 1, "from 1 to 65535, not 70000"),
     "a connector of the user's": ("kv_transfer_config: {}\n", 1, 'kv_cache.backend to "none"'),
@@ -123,7 +133,13 @@ def test_no_file_is_refused(kvortex: Any, path: str, said: str) -> None:
         (["M", "--set", "kv_cache.num_streams"], "--set kv_cache.num_streams: no value"),
         (["M", "--config"], "'--config' requires an argument"),
         (["--dry-run"], "no model is named"),
+        (["M", "--set", "kv_cache.ram_cache_size=1G"], "--set kv_cache.ram_cache_size: '1G' is not a size"),
+        (["M", "--set", "kv_cache.verify=yes"], '--set kv_cache.verify: takes "off" or "sample" or "all", not yes'),
+        (["M", "--set", "port=0"], "--set port: takes a number from 1 to 65535, not 0"),
+        (["M", "--set", "kv_cache.transfer_timeout=0s"], "takes a duration of more than 0 seconds, not 0s"),
         (["M", "--port", "abc"], "--port: takes a whole number, not the text 'abc'"),
+        (["M", "--dry-run", "--max-model-len=abc"], "--max-model-len: takes a whole number, one such as 32k, or auto"),
+        (["M", "--dry-run", "--set", "max_model_len=abc"], "one such as 32k, or auto, not the text 'abc'"),
     ],
 )
 def test_a_wrong_call_gets_one_message_and_exit_2(kvortex: Any, arguments: list[str], said: str) -> None:
@@ -132,3 +148,42 @@ def test_a_wrong_call_gets_one_message_and_exit_2(kvortex: Any, arguments: list[
     assert result.err.startswith("error: ")
     assert said in result.err
     assert "Traceback" not in result.err
+
+
+def test_a_wrong_variable_gets_one_message_and_exit_2(kvortex: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVORTEX_MAX_MODEL_LEN", "abc")
+    result = kvortex("serve", "M", "--dry-run")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: KVORTEX_MAX_MODEL_LEN: ")
+    assert "takes a whole number, one such as 32k, or auto, not the text 'abc'" in result.err
+
+
+@pytest.mark.parametrize("variable", ["KVORTEX_NOPE", "KVORTEX_DEBUG", "KVORTEX_HOME", "KVORTEX_TEST"])
+def test_a_variable_that_is_like_none_gets_no_suggestion(
+    kvortex: Any, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    result = kvortex("serve", "M", "--dry-run")
+    assert result.code == 2
+    assert result.err.splitlines() == [f"error: {variable}: there is no such setting", f"hint: unset {variable}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["inspect", "foo"], "'foo' is not one of"),
+        (["inspect", "blocks", "--top", "0"], "not 0"),
+        (["inspect", "blocks", "--top", "1001"], "not 1001"),
+        (["inspect", "blocks", "--top", "ten"], "takes a whole number, not 'ten'"),
+        (["inspect", "--watch", "--every", "soon"], "takes a number, not 'soon'"),
+        (["bench", "serve", "--max-failures", "2"], "1 or less, not 2"),
+        (["bench", "serve", "--timeout", "0s"], "--timeout: takes more than 0 seconds, not '0s'"),
+        (["bench", "compare"], "hint: give MODEL, before list options, or `model:` in the file of --config"),
+    ],
+)
+def test_a_wrong_value_is_told_in_our_words_and_with_the_value(kvortex: Any, arguments: list[str], said: str) -> None:
+    result = kvortex(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert said in result.err
+    assert "Value error" not in result.err
+    assert "Input should" not in result.err

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvortex.sizes import BadValueError, format_bytes, format_seconds, parse_duration, parse_size
+from kvortex.sizes import BadValueError, counted, format_bytes, format_seconds, parse_duration, parse_size
 
 SIZES = {
     "128GB": 128 * 10**9,
@@ -168,3 +168,12 @@ def test_what_is_shown_is_read_back_to_four_digits(num_bytes: int) -> None:
 def test_seconds_are_shown_without_needless_zeros() -> None:
     assert format_seconds(30.0) == "30 s"
     assert format_seconds(0.5) == "0.5 s"
+
+
+def test_one_of_a_thing_is_no_plural() -> None:
+    assert [counted(number, "request") for number in (0, 1, 2, 1024)] == [
+        "0 requests",
+        "1 request",
+        "2 requests",
+        "1,024 requests",
+    ]

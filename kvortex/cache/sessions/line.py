@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 from kvortex.cache.index import BlockIndex
 from kvortex.cache.residency import Residency
 from kvortex.cache.sessions.book import SessionBook
 from kvortex.cache.sessions.session import Session
+
+MOST_SESSIONS: Final = 100
+"""Lines that the document has."""
 
 
 def session_line(

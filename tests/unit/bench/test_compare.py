@@ -89,7 +89,7 @@ def test_a_server_that_fails_is_a_result_and_the_others_are_measured(tmp_path: P
     assert offloading.start_s is None
     assert simple.outcome is Outcome.FAILED
     assert "exit 3" in simple.reason
-    assert "of 6 requests were answered" in simple.reason
+    assert "of 6 requests answered" in simple.reason
     assert results[2].median.output_tokens_per_s is None
     assert (bound.outcome, bound.reason) == (Outcome.SKIPPED, "it does not fit")
     (problem,) = document_of(results).problems()

@@ -131,11 +131,11 @@ def test_a_bound_of_unknown_kv_is_skipped_with_the_reason(tmp_path: Path) -> Non
     ("arguments", "sets", "message"),
     [
         (("--port", "8000"), (), "--port: is not for a comparison"),
-        (("--kv-transfer-config", '{"kv_connector": "X"}'), (), "kv_transfer_config"),
-        (("--kv-offloading-size", "4"), (), "kv_offloading_size"),
+        (("--kv-transfer-config", '{"kv_connector": "X"}'), (), "--kv-transfer-config: is what a comparison"),
+        (("--kv-offloading-size", "4"), (), "--kv-offloading-size: is what a comparison"),
         ((), ("kv_cache.backend=none",), "kv_cache.backend"),
         (("--max-model-len", "169"), (), "grows to 170 tokens, and the server takes 169"),
-        ((), ("kv_cache.ram_cache_size=20GB",), "ram_cache_size is 20 GB, and this process may use 10 GB"),
+        ((), ("kv_cache.ram_cache_size=20GB",), "kv_cache.ram_cache_size: is 20 GB, and this process may use 10 GB"),
     ],
 )
 def test_what_a_comparison_sets_or_cannot_do_is_refused_before_any_server(

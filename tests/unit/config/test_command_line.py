@@ -155,7 +155,7 @@ class TestSecrets:
         assert SECRET in real.as_line()
 
     def test_several_keys_are_refused_without_showing_them(self) -> None:
-        with pytest.raises(ConfigError, match="--api-key: api_key takes one value") as refused:
+        with pytest.raises(ConfigError, match="--api-key: takes one value") as refused:
             command("--api-key", SECRET, "other")
         assert SECRET not in str(refused.value)
 

@@ -189,7 +189,7 @@ def test_the_ram_cache_is_split_over_all_ranks(resolved: Resolve) -> None:
         ("M --set kv_cache.num_streams=", {}, "takes a whole number from 1 to 64, not the text ''", None),
         ("M --set kv_cache.num_streams='\"4\"'", {}, "not the text '4'", None),
         ("M --set kv_cache.num_streams=1 --set kv_cache.num_streams=2", {}, "is there twice", "keep one"),
-        ("M --port 70000", {}, "--port: port takes a number from 1 to 65535, not 70000", None),
+        ("M --port 70000", {}, "--port: takes a number from 1 to 65535, not 70000", None),
         ("M --port 0", {}, "not 0", None),
         ("M --port abc", {}, "not the text 'abc'", None),
         ("M -tp 0", {}, "at least 1, not 0", None),
@@ -204,10 +204,10 @@ def test_the_ram_cache_is_split_over_all_ranks(resolved: Resolve) -> None:
             "KVORTEX_RAM_CACH_SIZE: there is no such setting",
             "_CACHE_SIZE?",
         ),
-        ("M", {"KVORTEX_NUM_STREAMS": "many"}, "KVORTEX_NUM_STREAMS: kv_cache.num_streams takes", None),
+        ("M", {"KVORTEX_NUM_STREAMS": "many"}, "KVORTEX_NUM_STREAMS: takes a whole number", None),
         ("M", {"KVORTEX_MODEL": "null"}, None, None),
-        ("", {"KVORTEX_MODEL": ""}, "KVORTEX_MODEL: model takes a name or a path, not the text ''", None),
-        ("", {"KVORTEX_MODEL": "null"}, "KVORTEX_MODEL: model takes a name or a path, not null", None),
+        ("", {"KVORTEX_MODEL": ""}, "KVORTEX_MODEL: takes a name or a path, not the text ''", None),
+        ("", {"KVORTEX_MODEL": "null"}, "KVORTEX_MODEL: takes a name or a path, not null", None),
     ],
 )
 def test_a_wrong_setting_outside_the_file_is_refused_at_its_place(
@@ -231,7 +231,7 @@ def test_a_bad_value_is_refused_even_where_it_is_overridden(resolved: Resolve) -
 def test_without_a_model_anywhere_the_ways_to_name_one_are_told(resolved: Resolve) -> None:
     with pytest.raises(UsageError, match="no model is named") as refused:
         resolved("", {}, "dtype: auto\n")
-    assert "kvortex serve MODEL" in (refused.value.hint or "")
+    assert "give MODEL, before list options, or `model:` in" in (refused.value.hint or "")
     assert resolve(CommandLine(), {}, MACHINE, require_model=False).model is None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvortex.config.vllm_install import NEWEST, OLDEST, installed_vllm
-from kvortex.config.vllm_options import Kind, vllm_options
+from kvortex.config.vllm_options import Kind, ValueType, vllm_options
 
 TOOL = Path(__file__).parents[3] / "tools" / "list_vllm_options.py"
 
@@ -66,6 +66,7 @@ def test_the_installed_vllms_parser_has_no_option_that_the_table_lacks() -> None
     for name, option in collected["options"].items():
         known = options.by_name[name]
         assert known.kind.value == option["kind"], name
+        assert list(ValueType).index(known.type) >= list(ValueType).index(ValueType(option["type"])), name
         assert set(option["aliases"]) <= set(known.aliases), name
         assert set(option["negations"]) <= set(known.negations), name
         assert set(option["short"]) <= set(known.short), name

@@ -60,11 +60,44 @@ def test_a_flat_stretch_before_a_step_is_not_the_end() -> None:
     assert recommend(tried, endless).ram_bytes == 8 * GB
 
 
-def test_where_prompts_do_not_repeat_no_size_pays() -> None:
+def test_where_no_size_pays_it_is_told_whether_prompts_repeat() -> None:
     tried, endless = sizes((1 * GB, 0.001), (2 * GB, 0.004), endless=0.02)
     chosen = recommend(tried, endless)
     assert chosen.ram_bytes is None
-    assert "no size pays" in chosen.reason
+    assert "too little RAM: 2 GB adds 0.4 of the 2.0 points there are" in chosen.reason
+    tried, endless = sizes((1 * GB, 0.201), (2 * GB, 0.204), vram=0.2, endless=0.209)
+    chosen = recommend(tried, endless)
+    assert chosen.ram_bytes is None
+    assert "no size pays: prompts hardly repeat" in chosen.reason
+    assert "RAM" not in chosen.reason.replace("VRAM", "")
+
+
+def test_a_machine_with_too_little_ram_is_not_told_that_prompts_do_not_repeat() -> None:
+    tried, endless = sizes((20 * GB, 0.04), vram=0.035, endless=0.211)
+    chosen = recommend(tried, endless)
+    assert chosen.ram_bytes is None
+    assert "too little RAM: 20 GB adds 0.5 of the 17.6 points there are" in chosen.reason
+    assert "hardly repeat" not in chosen.reason
+    tried, endless = sizes((20 * GB, 0.03), vram=0.035, endless=0.211)
+    assert "adds 0.0 of the" in recommend(tried, endless).reason
+
+
+def test_lru_is_named_where_it_finds_a_point_more_with_less_ram() -> None:
+    """A trace too short for the default policy: what it found with 1 TB, lru has with 512 GB."""
+    tried, endless = sizes((256 * GB, 0.16), (512 * GB, 0.18), (1000 * GB, 0.211), endless=0.211)
+    plan = planned(round_robin(conversations=1, blocks_each=1, rounds=2), 1024)
+
+    def with_lru(*rates: float) -> Plan:
+        better = [replace(s, lru=replace(s.lru, hit_rate=rate)) for s, rate in zip(tried, rates, strict=True)]
+        return replace(plan, sizes=tuple(better), recommended=recommend(better, endless))
+
+    instead = with_lru(0.17, 0.206, 0.211).lru_instead
+    assert instead is not None
+    assert (instead.ram_bytes, instead.lru.hit_rate) == (512 * GB, 0.206)
+    assert with_lru(0.16, 0.189, 0.25).lru_instead is None, "less than a point, and at the recommended size"
+    even = with_lru(0.206, 0.206, 0.211).lru_instead
+    assert even is not None
+    assert even.ram_bytes == 256 * GB, "no more RAM than it takes"
 
 
 def test_what_vram_finds_by_itself_does_not_count_for_ram() -> None:
