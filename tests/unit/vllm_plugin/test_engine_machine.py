@@ -373,7 +373,7 @@ class EngineMachine(RuleBasedStateMachine):
         engine = self.engine
         self.ways = list(Way)
         for _ in range(800):
-            if not (engine.live or engine.in_flight or self.wants_step):
+            if not (engine.live or engine.in_flight or self.wants_step or any(d.lost for d in engine.devices)):
                 break
             self.end_all()
             self.step()
