@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvortex.hardware.memory import SharedMemory
+from kvortex.leftovers import Removed
 from kvortex_cli.main import main
+from tests.environment import drop_variables
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,24 @@ class Run:
     err: str
 
 
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in it that changes a command's words or what it is set to."""
+    drop_variables(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A /dev/shm with room, and nothing in it that a killed server left."""
+    monkeypatch.setattr("kvortex.hardware.memory.read_shared_memory", lambda: SharedMemory(8 << 30, 8 << 30))
+    monkeypatch.setattr("kvortex.leftovers.remove_leftovers", lambda environment: Removed())
+
+
 @pytest.fixture
-def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clean_environment(plain_environment: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No variable that a configuration reads, and an empty current directory."""
     for variable in list(os.environ):
-        if variable.startswith(("KVORTEX_", "VLLM_", "HF_TOKEN")):
+        if variable.startswith(("VLLM_", "HF_TOKEN")):
             monkeypatch.delenv(variable)
     monkeypatch.chdir(tmp_path)
 

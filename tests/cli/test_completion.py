@@ -44,7 +44,7 @@ def completed(path: str, *words: str) -> list[str]:
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "LC_ALL": "C", "PATH": path, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,10 @@ from typing import Any
 
 import pytest
 
-HEAVY = ("torch", "vllm", "numpy", "httpx", "pynvml", "psutil", "prometheus_client", "huggingface_hub")
+HEAVY = (
+    *("torch", "vllm", "transformers", "huggingface_hub", "numpy", "httpx", "yaml"),
+    *("pynvml", "psutil", "prometheus_client"),
+)
 COMMANDS = ("doctor", "init", "serve", "inspect", "plan", "bench")
 PROBE = """
 import json, sys
@@ -81,20 +83,6 @@ def test_serve_help_tells_what_size_is_meant_and_what_is_no_kv_offload() -> None
     out = " ".join(run("serve", "--help").stdout.split())
     assert "for the whole server, split over its GPUs" in out
     assert "not vLLM's --cpu-offload-gb, which moves weights, not KV" in out
-
-
-def test_help_takes_less_than_three_tenths_of_a_second_of_processor_time() -> None:
-    code = "from kvortex_cli.main import main; main()"
-    run("--help")  # writes the byte code that an installation has
-
-    def seconds() -> float:
-        process = subprocess.Popen([sys.executable, "-c", code, "--help"], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0
-        return usage.ru_utime + usage.ru_stime
-
-    assert min(seconds() for _ in range(3)) < 0.3
 
 
 def test_the_version_is_told() -> None:

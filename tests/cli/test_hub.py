@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.environment import ROOMY
 from tests.fakes.hub import FakeHub, fake_hub
 
 pytest.importorskip("huggingface_hub")
 
 TOKEN = "hf_TESTSECRET"
-COMMAND = [sys.executable, "-c", "from kvortex_cli.main import main; main()"]
+COMMAND = [sys.executable, "-c", f"{ROOMY}from kvortex_cli.main import main; main()"]
 ROOT = str(Path(__file__).parents[2])
 
 
@@ -86,7 +87,7 @@ def test_every_command_tells_the_same_and_never_the_token(
 
 
 def test_a_token_of_the_file_reaches_the_hub(hub: FakeHub, tmp_path: Path) -> None:
-    (tmp_path / "k.yaml").write_text(f"model: o/gated-403\nhf_token: {TOKEN}\nport: 8999\n")
+    (tmp_path / "k.yaml").write_text(f"model: o/gated-403\nhf_token: {TOKEN}\nuds: s\n")
     done = run(hub, tmp_path, "serve", "--config", "k.yaml", "--set", "kv_cache.ram_cache_size=1MB")
     assert "has no access" in done.stderr
     assert TOKEN not in done.stderr
@@ -106,7 +107,10 @@ def test_a_model_that_is_there_is_told_in_bytes(hub: FakeHub, tmp_path: Path) ->
 
 
 def test_offline_is_told_apart_from_absent(hub: FakeHub, tmp_path: Path) -> None:
-    done = run(hub, tmp_path, "serve", "o/llama-200", "--set", "kv_cache.ram_cache_size=1MB", HF_HUB_OFFLINE="1")
+    done = run(
+        *(hub, tmp_path, "serve", "o/llama-200", "--uds", "s", "--set", "kv_cache.ram_cache_size=1MB"),
+        HF_HUB_OFFLINE="1",
+    )
     assert done.returncode == 1
     assert "HF_HUB_OFFLINE is set" in done.stderr
     assert hub.tokens == []

@@ -116,7 +116,7 @@ def test_one_request_is_one_request(kvortex: Any, log: Path) -> None:
 
 
 def test_more_than_this_machine_has_is_marked_and_not_recommended_here(kvortex: Any, log: Path) -> None:
-    sizes = ("--ram", "1GB", "--ram", "900TB")
+    sizes = ("--ram", "32MB", "--ram", "900TB")
     document = planned(kvortex, str(log), "--model", "llama-3.1-8b", *sizes)
     assert [row["is_within_machine"] for row in document["sizes"]] == [True, False]
     assert document["recommended"]["ram_bytes"] == 900 * 10**12

@@ -129,14 +129,14 @@ def test_a_machine_too_small_is_a_warning_in_a_dry_run_and_a_refusal_in_a_real_o
     dry = kvortex(*arguments, "--dry-run")
     assert dry.code == 0
     assert "warning: --set kv_cache.ram_cache_size: is 4 PB" in dry.err
-    real = kvortex(*arguments)
+    real = kvortex(*arguments, "--uds", "s")
     assert (real.code, real.out) == (2, "")
     assert "error: --set kv_cache.ram_cache_size: is 4 PB" in real.err
 
 
 def test_a_request_log_that_cannot_be_is_refused_at_its_line(kvortex: Any, tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text("model: M\nkv_cache:\n  ram_cache_size: 1MB\n  request_log: none/log.jsonl\n")
-    real = kvortex("serve", "-c", "f.yaml")
+    real = kvortex("serve", "-c", "f.yaml", "--uds", "s")
     assert (real.code, real.out) == (2, "")
     assert real.err.splitlines()[-2:] == [
         "error: f.yaml:4: kv_cache.request_log: there is no folder none",

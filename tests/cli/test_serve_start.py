@@ -15,7 +15,9 @@ import pytest
 from kvortex.config.machine import MachineFacts
 from kvortex.config.vllm_install import VllmInstall
 from kvortex.hardware.memory import SharedMemory
+from kvortex.leftovers import Removed
 from kvortex_cli import serve as serve_module
+from tests.environment import ROOMY, skip_without_address
 
 SECRET = "sk-TESTSECRET"
 
@@ -85,7 +87,8 @@ def test_a_unix_socket_needs_no_port(kvortex: Any, became: list[Any]) -> None:
 def test_the_server_has_the_process_id_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "fake_server.py").write_text("import os, sys\nprint(os.getpid(), *sys.argv[1:4])\nsys.exit(7)\n")
     start = (
-        "from kvortex_cli import serve; serve._SERVER_MODULE = 'fake_server'; from kvortex_cli.main import main; main()"
+        f"{ROOMY}from kvortex_cli import serve; serve._SERVER_MODULE = 'fake_server'\n"
+        "from kvortex_cli.main import main; main()"
     )
     arguments = ["serve", "M", "--uds", "s", "--set", "kv_cache.ram_cache_size=1MB"]
     with subprocess.Popen(
@@ -105,6 +108,7 @@ SMALL = ("--set", "kv_cache.ram_cache_size=1MB")
 @pytest.mark.parametrize("address", ["0.0.0.0", "127.0.0.1", "::1"])
 def test_a_port_is_refused_whichever_address_of_it_is_taken(kvortex: Any, became: list[Any], address: str) -> None:
     """Field trial B54."""
+    skip_without_address(address)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as server:
         result = kvortex("serve", "M", *SMALL, "--port", str(server.getsockname()[1]))
@@ -159,10 +163,18 @@ def test_expandable_segments_are_refused_before_vllm_does(
         assert became[0][2]["PYTORCH_CUDA_ALLOC_CONF"] == value
 
 
+def test_what_killed_servers_left_is_told(kvortex: Any, became: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvortex.leftovers.remove_leftovers", lambda environment: Removed(2, 10**8))
+    result = kvortex("serve", "M", *SMALL, "--uds", "s")
+    assert result.code == 0
+    assert "note: removed 100 MB of shared memory that a killed vLLM server had left in /dev/shm\n" in result.err
+    assert len(became) == 1
+
+
 @pytest.mark.parametrize("tp", ["3", "8"])
 def test_ranks_that_do_not_divide_the_heads_are_refused(kvortex: Any, became: list[Any], tp: str) -> None:
     """Field trial B46."""
-    result = kvortex("serve", "M", *SMALL, "-tp", tp)
+    result = kvortex("serve", "M", *SMALL, "-tp", tp, "--uds", "s")
     assert result.code == 2
     assert result.err.splitlines() == [
         f"error: -tp: tensor_parallel_size {tp} does not divide this model's 4 attention heads and 2 KV heads",

@@ -17,6 +17,15 @@ from tests.fakes import stub_server
 STUB = (sys.executable, stub_server.__file__)
 
 
+def stubs() -> list[psutil.Process]:
+    """Those that run now. They may not be this process's only children: multiprocessing has a resource tracker."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and stub_server.__file__ in child.cmdline()
+    ]
+
+
 def server(behaviour: str, tmp_path: Path, *, ready_within_s: float = 30.0) -> ServerProcess:
     return ServerProcess(
         [*STUB, behaviour], {}, log=tmp_path / "log", ready_within_s=ready_within_s, say=lambda _: None
@@ -42,7 +51,7 @@ def test_one_that_dies_at_start_says_why_and_keeps_its_last_words(tmp_path: Path
 def test_one_that_never_gets_ready_is_ended_at_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(ServerFailedError, match="not ready after"), server("never_ready", tmp_path, ready_within_s=0.5):
         raise AssertionError("not reached")
-    assert not [p for p in psutil.Process().children() if "never_ready" in p.cmdline()]
+    assert stubs() == []
 
 
 def test_one_that_ignores_sigterm_is_killed_with_all_it_started(
@@ -60,7 +69,7 @@ def test_an_interruption_ends_it(tmp_path: Path) -> None:
 
     def interrupted() -> None:
         with server("good", tmp_path):
-            pids.extend(child.pid for child in psutil.Process().children())
+            pids.extend(stub.pid for stub in stubs())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -71,7 +80,7 @@ def test_an_interruption_ends_it(tmp_path: Path) -> None:
 
 def test_one_that_died_is_noticed(tmp_path: Path) -> None:
     with server("die", tmp_path) as running:
-        (process,) = psutil.Process().children()
+        (process,) = stubs()
         with pytest.raises(httpx.TransportError):
             httpx.post(running.url + "/v1/completions", json={"prompt": [1], "max_tokens": 1})
         while process.status() != psutil.STATUS_ZOMBIE:  # waiting for it by psutil would take its exit code away

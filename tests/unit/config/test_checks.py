@@ -20,6 +20,7 @@ from kvortex.config.machine import MachineFacts
 from kvortex.config.resolve import CommandLine, resolve
 from kvortex.config.vllm_install import VllmInstall
 from kvortex.errors import UsageError
+from tests.environment import skip_without_address
 
 RAM = 64 * 10**9
 LLAMA = {
@@ -160,12 +161,10 @@ def test_a_request_log_that_would_fail_late_is_found_early(tmp_path: Path) -> No
 
 @contextmanager
 def listener(host: str) -> Iterator[int]:
+    skip_without_address(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as server:
-        try:
-            server.bind((host, 0))
-        except OSError:
-            pytest.skip(f"this machine has no {host}")
+        server.bind((host, 0))
         server.listen()
         yield server.getsockname()[1]
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvortex.vllm_plugin.banner import banner, base_url
 from kvortex.vllm_plugin.watch import is_listening
+from tests.environment import skip_without_address
 
 STATS = {
     "model": "m",
@@ -52,6 +53,7 @@ def test_the_address_is_one_to_connect_to(args: dict[str, str | None], url: str)
 
 @pytest.mark.parametrize("host", [None, "0.0.0.0", "127.0.0.1", "::1"])
 def test_a_server_is_ready_when_it_listens_not_when_it_is_bound(host: str | None) -> None:
+    skip_without_address(host or "127.0.0.1")
     family = socket.AF_INET6 if host == "::1" else socket.AF_INET
     with socket.socket(family) as server:
         server.bind((host or "127.0.0.1", 0))

@@ -10,13 +10,15 @@ can see them. Short here; an hour's worth:
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import random
 import warnings
 from collections import Counter
 from pathlib import Path
-from tempfile import gettempdir
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,8 @@ _configs: dict[bool, Any] = {}
 
 def config(overlap: bool) -> Any:
     if overlap not in _configs:
-        folder = Path(gettempdir()) / f"kvortex-machine-{os.getuid()}"
+        folder = Path(mkdtemp(prefix="kvortex-machine-"))
+        atexit.register(rmtree, folder, ignore_errors=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _configs[overlap] = sim.vllm_config(folder, overlap=overlap, max_running=4)
