@@ -118,8 +118,10 @@ class Soak:
         return self.played
 
     async def _play(self, until: float, sample_every_s: float, started: float) -> None:
+        # A request that is given up may keep its place in the client's pool for good.
+        limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=self._server.url, headers=self._server.client.headers, timeout=120
+            base_url=self._server.url, headers=self._server.client.headers, timeout=120, limits=limits
         ) as client:
             sampler = asyncio.create_task(self._sample(until, sample_every_s, started))
             await asyncio.gather(*(self.client(client, until) for _ in range(self._at_once)))
