@@ -228,15 +228,15 @@ def test_inspect_shows_the_servers_own_numbers(server):
 def test_inspect_watches_a_server_at_work_in_a_terminal_that_is_resized(server, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     with Terminal("inspect", "--watch", "--every", "0.2", "--url", server.url) as terminal:
-        terminal.wait_for(lambda rows: len(rows) == 24 and "live" in rows[-1])
+        terminal.wait_for(lambda rows: len(rows) == 24 and "live" in rows[-1], ENDED_WITHIN_S)
         server.complete(prompt(60, 500))
         terminal.resize(60, 20)
         server.complete(prompt(61, 500))
         computed = f"{server.stats()['tokens']['computed']:,}"
-        rows = terminal.wait_for(lambda rows: len(rows) == 20 and any(computed in row for row in rows))
+        rows = terminal.wait_for(lambda rows: len(rows) == 20 and any(computed in row for row in rows), ENDED_WITHIN_S)
         assert max(len(row) for row in rows) <= 60
         terminal.type("q")
-        assert terminal.wait_for_end() == 0
+        assert terminal.wait_for_end(ENDED_WITHIN_S) == 0
 
 
 def test_inspect_says_that_a_key_is_needed(server):
