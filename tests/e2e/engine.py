@@ -19,6 +19,7 @@ from vllm.model_executor.models import registry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.block_pool import BlockPool
 
+from kvortex.cache import gate
 from kvortex.cache.costs import StepCosts
 from kvortex.transfer.base import CopyEngine, KVLayout
 from kvortex.transfer.slab import HostSlab
@@ -120,7 +121,7 @@ class Engine:
         with patch.object(self.connector, "get_num_new_matched_tokens", told):
             yield answers
 
-    def settle(self, within_s: float = 30.0) -> None:
+    def settle(self, within_s: float = 300.0) -> None:
         """Steps until no copy is unanswered; at once where the test ends copies by hand."""
         deadline = time.monotonic() + within_s
         while self.side.busy and time.monotonic() < deadline and not getattr(self, "copier", None):
@@ -190,8 +191,9 @@ def engine(
         else nullcontext()
     )
     assert not has_kv_transfer_group(), "vLLM keeps one connector a process: another engine is still running"
-    # What a busy machine takes for a step must not decide what a test loads.
-    with replaced, patch.object(StepCosts, "saw", lambda *_: None):
+    # What a busy machine takes for a step or a copy must not decide what a test loads and keeps.
+    patient = patch.object(gate, "MAX_WAIT_S", 60.0)
+    with replaced, patient, patch.object(StepCosts, "saw", lambda *_: None):
         llm = None
         try:
             with _uncollected():

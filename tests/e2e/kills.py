@@ -21,10 +21,10 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from tests.e2e.server import Server
+from tests.e2e.server import ENDED_WITHIN_S, Server, is_running
 from tests.e2e.soak import Right, Soak, parser_of, prompt_of, report_of, right_by_plain_vllm, settled
 
-GONE_WITHIN_S: Final = 20.0
+GONE_WITHIN_S: Final = 120.0
 REMOVED_AFTER_S: Final = 65.0
 """Files of killed servers are removed once they are a minute old."""
 UNTOLD: Final = "vllm_dist_"
@@ -57,7 +57,7 @@ class Traces:
     def still_running(self, server: Server) -> list[str]:
         """What is left of it a while after its end: processes, its port."""
         _, alive = psutil.wait_procs(self.family, timeout=GONE_WITHIN_S)
-        found = [f"process {p.pid}" for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        found = [f"process {p.pid}" for p in alive if is_running(p)]
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -138,7 +138,7 @@ def kill_and_restart(
             soak = Soak(server, right, seed=seed + number)
             traces = asyncio.run(_play_and_kill(soak, server, dice.uniform(0.0, 8.0), whole=whole))
             line |= {"checked": soak.played.checked, "wrong": len(soak.played.wrong)}
-        server.process.wait(30)
+        server.process.wait(ENDED_WITHIN_S)
         server.client.close()
         line["killed_after_s"] = round(time.monotonic() - started, 1)
         line["left"] = traces.still_running(server)

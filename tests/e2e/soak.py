@@ -58,7 +58,7 @@ def right_answers(server: Server, *, at_once: int = 4) -> Right:
 
     async def ask_all() -> Right:
         limit = asyncio.Semaphore(at_once)
-        async with httpx.AsyncClient(base_url=server.url, headers=server.client.headers, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=server.url, headers=server.client.headers, timeout=300) as client:
 
             async def one(which: tuple[int, int], tokens: list[int]) -> tuple[tuple[int, int], list[int]]:
                 async with limit:
@@ -121,7 +121,7 @@ class Soak:
         # A request that is given up may keep its place in the client's pool for good.
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=self._server.url, headers=self._server.client.headers, timeout=120, limits=limits
+            base_url=self._server.url, headers=self._server.client.headers, timeout=300, limits=limits
         ) as client:
             sampler = asyncio.create_task(self._sample(until, sample_every_s, started))
             await asyncio.gather(*(self.client(client, until) for _ in range(self._at_once)))
@@ -211,7 +211,7 @@ def growth(samples: list[tuple[float, int]]) -> dict[str, float]:
     return {"samples": len(samples), "early_mb": early / 1e6, "late_mb": late / 1e6, "grown": late / early - 1}
 
 
-def settled(server: Server, within_s: float = 60.0) -> dict[str, Any]:
+def settled(server: Server, within_s: float = 300.0) -> dict[str, Any]:
     """The statistics, once no request and no copy is under way."""
     deadline = time.monotonic() + within_s
     while True:

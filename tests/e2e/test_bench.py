@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.e2e.server import inherited_environment
 
 # The KV pool has 39 blocks of 32 tokens: room for two of the five conversations.
 SERVER = (
@@ -23,14 +24,12 @@ REQUESTS = 15
 
 
 def kvortex(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment["VLLM_LOGGING_LEVEL"] = "INFO"
     return subprocess.run(
         [sys.executable, "-c", "from kvortex_cli.main import main; main()", *arguments],
         capture_output=True,
         text=True,
-        timeout=280,
-        env=environment,
+        timeout=1000,
+        env=inherited_environment(VLLM_LOGGING_LEVEL="INFO"),
         check=False,
     )
 
@@ -41,7 +40,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compared(tiny_llama: str, folder: Path) -> dict[str, Any]:
+def there_before() -> set[psutil.Process]:
+    """What ran before the bench began: the server of other tests may."""
+    return set(psutil.process_iter())
+
+
+@pytest.fixture(scope="module")
+def compared(tiny_llama: str, folder: Path, there_before: set[psutil.Process]) -> dict[str, Any]:
     """The document of a comparison, and the engines' first runs by name."""
     arguments = ["--engines", "none,offloading,kvortex", "--logs", str(folder), "--html", str(folder / "page.html")]
     done = kvortex("bench", "compare", tiny_llama, *arguments, *SERVER, *LOAD, "--json")
@@ -109,7 +114,7 @@ def test_the_document_and_the_page_say_what_was_measured_where(compared: dict[st
     assert (f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}") in page
 
 
-def test_no_server_is_left(compared: dict[str, Any]) -> None:
-    for process in psutil.process_iter(["cmdline"]):
+def test_no_server_is_left(compared: dict[str, Any], there_before: set[psutil.Process]) -> None:
+    for process in set(psutil.process_iter(["cmdline"])) - there_before:
         command = " ".join(process.info["cmdline"] or [])
         assert f"kvortex.vllm_plugin.server {compared['model']}" not in command

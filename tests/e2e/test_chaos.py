@@ -69,7 +69,6 @@ def settle(vllm: Engine, chaos: ChaosEngine) -> None:
         vllm.llm.llm_engine.step()
 
 
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     "settings",

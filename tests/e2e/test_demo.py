@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.server import inherited_environment
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / ".models/SmolLM2-135M-Instruct"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(2000)
 @pytest.mark.skipif(not (MODEL / "config.json").exists(), reason="the demo model is made by `make test` or `make demo`")
 def test_the_demo_shows_conversations_that_come_back_from_ram(tmp_path):
     data = tmp_path / "demo.json"
     ended = subprocess.run(
         [sys.executable, "examples/demo.py", str(MODEL)],
         cwd=ROOT,
-        env={
-            **{k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"},
-            "DEMO_JSON": str(data),
-            "VLLM_LOGGING_LEVEL": "INFO",
-        },
+        env=inherited_environment(DEMO_JSON=str(data), VLLM_LOGGING_LEVEL="INFO"),
         capture_output=True,
         text=True,
-        timeout=590,
+        timeout=1800,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr

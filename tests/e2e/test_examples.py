@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,14 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import KEY
+from tests.e2e.server import ENDED_WITHIN_S, KEY, inherited_environment
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 DOCUMENTS = ("a.txt", "b.txt", "c.txt")
 
 
 def run(command: list[str], **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **env}, check=False)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=ENDED_WITHIN_S,
+        env=inherited_environment(**env),
+        check=False,
+    )
 
 
 @pytest.fixture

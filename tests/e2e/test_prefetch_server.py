@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.engine import prompt
-from tests.e2e.server import Server
+from tests.e2e.server import ENDED_WITHIN_S, Server, inherited_environment
 from tests.e2e.soak import MOST_ANSWER, Soak, all_prompts, faults_of, settled
 
 KEY = "sk-one"
@@ -52,7 +52,7 @@ def vram_blocks(server: Server, session: str) -> int:
     return int(line["vram_blocks"])
 
 
-def until(is_so: Callable[[], bool], within_s: float = 30.0) -> None:
+def until(is_so: Callable[[], bool], within_s: float = ENDED_WITHIN_S) -> None:
     deadline = time.monotonic() + within_s
     while not is_so():
         assert time.monotonic() < deadline, "it did not happen"
@@ -73,7 +73,7 @@ def push_out(server: Server) -> None:
 
 def hint_of_lost(server: Server, body: dict[str, Any]) -> Any:
     """Pushes out and hints until the hint was quicker than a guess."""
-    for _ in range(10):
+    for _ in range(30):
         push_out(server)
         found = hint(server, body)
         if found["ram_blocks"] > 0:
@@ -88,7 +88,7 @@ def test_a_hint_wakes_an_idle_engine_and_the_turn_is_a_hit_in_vram(server: Serve
         found = hint_of_lost(server, {"session": "typing"})
         assert found["known"] is True
         try:
-            until(lambda there=found["vram_blocks"]: vram_blocks(server, "typing") > there, within_s=3.0)
+            until(lambda there=found["vram_blocks"]: vram_blocks(server, "typing") > there, within_s=10.0)
             break
         except AssertionError:
             # Too many hints were for nothing so far: what requests load themselves makes room for more.
@@ -145,9 +145,13 @@ def test_an_open_load_of_sessions_is_played_and_told(server: Server) -> None:
     command = [sys.executable, "-c", "from kvortex_cli.main import main; main()", "bench", "serve", "--url", server.url]
     load = ["--think", "agents", "--rate", "5", "--conversations", "3", "--turns", "2"]
     sizes = ["--first", "100", "--add", "20", "--gen", "4", "--vocab", "3-500"]
-    env = {**os.environ, "VLLM_API_KEY": KEY}
     done = subprocess.run(
-        [*command, *load, *sizes, "--json"], env=env, capture_output=True, text=True, timeout=120, check=False
+        [*command, *load, *sizes, "--json"],
+        env=inherited_environment(VLLM_API_KEY=KEY),
+        capture_output=True,
+        text=True,
+        timeout=ENDED_WITHIN_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

@@ -12,6 +12,7 @@ import pytest
 
 from kvortex.replay.trace import load_trace
 from tests.e2e.engine import BLOCK_BYTES, BLOCK_SIZE, WRITE_THROUGH, Engine, engine, greedy, prompt
+from tests.e2e.server import ENDED_WITHIN_S, inherited_environment
 
 VRAM_BLOCKS = 39  # vLLM keeps one of 40
 TALKS, TURNS = 6, 4
@@ -34,7 +35,8 @@ def replayed(*arguments: str) -> dict[str, Any]:
         [sys.executable, "-c", "from kvortex_cli.main import main; main()", *arguments, "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=ENDED_WITHIN_S,
+        env=inherited_environment(),
         check=False,
     )
     assert done.returncode == 0, done.stderr

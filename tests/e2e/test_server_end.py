@@ -15,7 +15,15 @@ import pytest
 
 from kvortex.sizes import format_bytes
 from tests.e2e.engine import prompt
-from tests.e2e.server import KEY, Server, assert_all_gone, assert_ends_after_its_request
+from tests.e2e.server import (
+    ENDED_WITHIN_S,
+    KEY,
+    READY_WITHIN_S,
+    Server,
+    assert_all_gone,
+    assert_ends_after_its_request,
+    command_line,
+)
 
 TOKEN = "hf_TESTSECRET"
 
@@ -28,7 +36,8 @@ def last_lines(log: Path) -> list[str]:
 
 def told(server: Server, *words: str) -> str:
     """The log, once it has these; a moment after the server answers."""
-    for _ in range(300):
+    deadline = time.monotonic() + ENDED_WITHIN_S
+    while time.monotonic() < deadline:
         text = server.log.read_text(errors="replace")
         if all(word in text for word in words):
             return text
@@ -44,12 +53,12 @@ def session_of(process: psutil.Process) -> int | None:
 
 
 def engine_of(server: Server) -> psutil.Process:
-    return next(p for p in server.family() if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name())
+    return next(p for p in server.family() if "EngineCore" in command_line(p))
 
 
 def worker_of(server: Server) -> psutil.Process:
     """Its only one; what else an engine starts only keeps count of shared memory."""
-    (worker,) = [p for p in engine_of(server).children() if "resource_tracker" not in " ".join(p.cmdline())]
+    (worker,) = [p for p in engine_of(server).children() if "resource_tracker" not in command_line(p)]
     return worker
 
 
@@ -65,7 +74,7 @@ def test_a_ready_server_says_what_it_holds_and_a_killed_process_is_named(
             assert f"{format_bytes(held['capacity_bytes'])}, {held['capacity_blocks']:,} blocks of 32 tokens" in text
         family = server.family()
         victim(server).kill()
-        assert server.process.wait(60) == 1
+        assert server.process.wait(ENDED_WITHIN_S) == 1
         error, hint = last_lines(server.log)
         assert error.startswith(f"error: {named}")
         assert error.endswith("was killed (SIGKILL)")
@@ -101,7 +110,7 @@ def test_a_start_that_fails_ends_with_the_reason_and_shows_no_secret(tiny_llama:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    assert process.wait(120) == 1
+    assert process.wait(READY_WITHIN_S) == 1
     error, hint = last_lines(server.log)
     assert error.startswith("error: ")
     assert "weights" in error, server.tail()

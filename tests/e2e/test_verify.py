@@ -119,13 +119,13 @@ def test_an_abort_while_blocks_are_compared_leaks_nothing(tiny_llama, monkeypatc
 
         def held(row: np.ndarray) -> int:
             entered.set()
-            assert opened.wait(60), "never opened"
+            assert opened.wait(300), "never opened"
             return real(row)
 
         monkeypatch.setattr(checksums.xxhash, "xxh3_64_intdigest", held)
         core = vllm.llm.llm_engine
         core.add_request("gone", {"prompt_token_ids": PROMPTS[0]}, greedy())
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not entered.is_set():
             core.step()
             assert time.monotonic() < deadline, "nothing is compared"
