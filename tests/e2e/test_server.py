@@ -307,7 +307,6 @@ def test_two_servers_side_by_side_and_one_is_killed_and_started_again(server, ti
         before = again.stats()["tokens"]
         answer = again.client.post("/reset_prefix_cache")
         assert answer.status_code == 200, answer.text
-        assert again.stats()["tiers"]["ram"]["used_blocks"] == 0
         assert again.complete(PROMPTS[1]) == first
         after = again.stats()["tokens"]
         assert (after["ram_hit"], after["vram_hit"]) == (before["ram_hit"], before["vram_hit"])
