@@ -14,7 +14,7 @@ HIT_BLOCKS = 18
 @pytest.fixture(scope="module")
 def two_heads(tmp_path_factory):
     """Its KV heads are parted between the ranks; the tiny Llama has one, which both would have."""
-    return str(save_model("gpt-neox", tmp_path_factory.mktemp("two-heads")))
+    return str(save_model("llama-ungrouped", tmp_path_factory.mktemp("two-heads")))
 
 
 def forget_bytes(worker, rank):

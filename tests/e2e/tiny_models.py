@@ -45,6 +45,7 @@ CHUNKED = {"attention_chunk_size": 128, "no_rope_layers": [1, 1, 1, 0], "interme
 
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**SHAPE, **GROUPED}),
+    "llama-ungrouped": ("LlamaForCausalLM", "LlamaConfig", SHAPE),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**SHAPE, **GROUPED, "sliding_window": None}),
     "mistral-sliding": ("MistralForCausalLM", "MistralConfig", {**SHAPE, **GROUPED, "sliding_window": 128}),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**SHAPE, "num_key_value_heads": 1}),
@@ -82,7 +83,7 @@ FAMILIES = {
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", {**DEEPER, **GROUPED, **CHUNKED, "num_local_experts": 2}),
     "bert": ("BertModel", "BertConfig", {name: SHAPE[name] for name in SHAPE if not name.startswith("tie")}),
 }
-"""What `model_table.py` names: Transformers' classes of the model and its configuration, and what is in the latter."""
+"""What `model_table.py` and `test_tensor_parallel.py` name: Transformers' classes of the model and its configuration, and what is in the latter."""
 
 
 def build(family: str):
