@@ -83,8 +83,8 @@ FAMILIES = {
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", {**DEEPER, **GROUPED, **CHUNKED, "num_local_experts": 2}),
     "bert": ("BertModel", "BertConfig", {name: SHAPE[name] for name in SHAPE if not name.startswith("tie")}),
 }
-"""What `model_table.py` and the tests name: Transformers' classes of the model and its configuration, and what is in the
-latter."""
+"""What `model_table.py` and tests name: the classes of the model and of its configuration in Transformers, and what is
+in the latter."""
 
 
 def build(family: str):
