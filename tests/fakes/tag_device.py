@@ -60,7 +60,7 @@ class TagDevice:
         self._stream: list[Callable[[], None]] = []
         self._base = 0
         self._copies: dict[JobId, _Copy] = {}
-        self._lost: dict[JobId, CopyOrder] = {}
+        self._lost: dict[JobId, _Copy] = {}
         self._answers: list[JobResult] = []
         self.answered: list[JobResult] = []
         """The last few answers, to be given again."""
@@ -130,13 +130,15 @@ class TagDevice:
 
     def lose(self, job_id: JobId) -> None:
         """A store's answer never comes, and its bytes come whenever `find` is called."""
-        order = self._copies.pop(job_id).order
-        assert order.direction is Direction.STORE, "nobody gives a load up but its engine"
-        self._lost[job_id] = order
+        copy = self._copies.pop(job_id)
+        assert copy.order.direction is Direction.STORE, "nobody gives a load up but its engine"
+        self._lost[job_id] = copy
 
     def find(self, job_id: JobId) -> None:
         """What was lost comes in after all: bytes and answer."""
-        order = self._lost.pop(job_id)
+        copy = self._lost.pop(job_id)
+        self.run(copy.after)  # however late, it is behind the kernels that it was ordered behind
+        order = copy.order
         self.ram[:, order.slots] = self.vram[:, order.gpu_blocks]
         self._answer(order, Outcome.DONE, len(order.slots))
 
