@@ -142,7 +142,7 @@ class Rhythms:
     def half_back_in_s(self, habit: Habit, silent_s: float) -> float:
         """In how many seconds half of such conversations are back; infinity where so many never are.
 
-        Within a bin they come back at a steady rate, so that it is exact to more than a bin.
+        Within a bin they are taken to come back at a steady rate, so that the answer is finer than the bins.
         """
         wanted = math.log(2)
         passed_s = 0.0
