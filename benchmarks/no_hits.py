@@ -2,6 +2,7 @@
 
     python benchmarks/no_hits.py --json no_hits.json
     python benchmarks/no_hits.py --shared 3          # and what it costs, or gains, where 200 requests share a prefix
+    python benchmarks/no_hits.py --modes kvortex prefetch     # and what prefetch adds to it: no session returns
 
 Needs a GPU with room for all engines (8B: 16 GB of weights, 16 GB of KV and some 5 GB each). They live at the same
 time and take turns, in another order each round; a ratio compares the two plays of one round.
@@ -23,7 +24,12 @@ from typing import Any
 from dummy_engine import EngineOptions, add_engine_options, ask_all, engine_options, rest, save, start_engine
 from side_by_side import EngineFailedError, Engines, serve
 
-MODES: dict[str, dict[str, Any] | None] = {"plain": None, "kvortex": {}, "write-through": {"offload_threshold": 0}}
+MODES: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "kvortex": {},
+    "write-through": {"offload_threshold": 0},
+    "prefetch": {"prefetch_enabled": True},
+}
 FIGURES = ("output_tokens_per_s", "ttft_p50_ms", "ttft_p95_ms", "ttft_p99_ms")
 START_TIMEOUT_S, PLAY_TIMEOUT_S = 150.0, 60.0
 
@@ -138,23 +144,23 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def summary(result: dict[str, Any], modes: list[str]) -> dict[str, Any]:
-    """For each load: every mode's median and spread, and its ratio to plain vLLM in the same round."""
+    """For each load: every mode's median and spread, and its ratio to plain vLLM and to KVortex in the same round."""
     text: dict[str, Any] = {}
     for kind in ("new", "shared"):
-        plays = result[kind]
+        plays = {(play["mode"], play["round"]): play for play in result[kind]}
         for mode in modes:
-            mine = {play["round"]: play for play in plays if play["mode"] == mode}
-            plain = {play["round"]: play for play in plays if play["mode"] == "plain"}
-            both = sorted(mine.keys() & plain.keys())
+            mine = [number for played, number in plays if played == mode]
             if not mine:
                 continue
-            text[f"{kind} {mode}"] = {
-                name: {
-                    **spread([play[name] for play in mine.values()]),
-                    **({"of_plain": spread([mine[n][name] / plain[n][name] for n in both])} if both else {}),
-                }
-                for name in FIGURES
-            }
+            figures: dict[str, Any] = {name: spread([plays[mode, number][name] for number in mine]) for name in FIGURES}
+            for base in ("plain", "kvortex"):
+                both = [number for number in mine if (base, number) in plays]
+                if base == mode or not both:
+                    continue
+                for name in FIGURES:
+                    ratios = [plays[mode, number][name] / plays[base, number][name] for number in both]
+                    figures[name][f"of_{base}"] = spread(ratios)
+            text[f"{kind} {mode}"] = figures
     return text
 
 

@@ -36,7 +36,9 @@ WRITE_THROUGH = {"offload_threshold": 0.0}
 # vLLM expects one engine a process. It would import itself again, in another process, for each new architecture, and
 # would wrap its kernels for each engine, which fails once numba's modules are there.
 registry._run_in_subprocess = lambda look: look()
-CpuPlatform.register_triton_kernel_overrides = classmethod(cache(CpuPlatform.register_triton_kernel_overrides.__func__))
+if hasattr(CpuPlatform, "register_triton_kernel_overrides"):  # not before vLLM 0.27
+    register_overrides = CpuPlatform.register_triton_kernel_overrides.__func__
+    CpuPlatform.register_triton_kernel_overrides = classmethod(cache(register_overrides))
 
 gc.collect()
 gc.freeze()  # what is imported stays, and need not be looked through at the end of each engine

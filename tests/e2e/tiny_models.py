@@ -45,6 +45,7 @@ CHUNKED = {"attention_chunk_size": 128, "no_rope_layers": [1, 1, 1, 0], "interme
 
 FAMILIES = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**SHAPE, **GROUPED}),
+    "llama-wide": ("LlamaForCausalLM", "LlamaConfig", {**SHAPE, "num_key_value_heads": 1, "head_dim": 128}),
     "llama-ungrouped": ("LlamaForCausalLM", "LlamaConfig", SHAPE),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**SHAPE, **GROUPED, "sliding_window": None}),
     "mistral-sliding": ("MistralForCausalLM", "MistralConfig", {**SHAPE, **GROUPED, "sliding_window": 128}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -118,3 +120,46 @@ def test_blocks_come_back_over_memory_that_cannot_be_pinned() -> None:
         assert slab.pinned_bytes == 0
         assert "CUDA_ERROR_OUT_OF_MEMORY" in slab.refusal
         check_round_trip(engine, slab, layout)
+
+
+MANY = int(os.environ.get("KVORTEX_ROUND_TRIPS", "50000"))
+"""Blocks stored and loaded; 1,000,000 takes a minute."""
+
+
+def num_changed(engine: CudaCopyEngine, slab: PinnedSlab, layout: KVLayout, seed: int, *, spoil: int = 0) -> int:
+    """Stores every block and loads it elsewhere, both in orders of random sizes, all under way at once; blocks that do
+    not come back as they were, compared on the device. `spoil` of them are changed in RAM meanwhile."""
+    rng = np.random.default_rng(seed)
+    num_blocks = layout.num_blocks
+    fill_random(layout)
+    before = [region.clone() for region in layout.regions]
+    slots, sources, targets = (rng.permutation(n) for n in (slab.num_slots, num_blocks, num_blocks))
+    slots = slots[:num_blocks]
+    cuts = np.sort(rng.choice(np.arange(1, num_blocks), 15, replace=False))
+    for direction, blocks in ((STORE, sources), (LOAD, targets)):
+        parts = zip(np.split(blocks, cuts), np.split(slots, cuts), strict=True)
+        engine.submit([order(number, direction, *part, late_s=120) for number, part in enumerate(parts)])
+        answers = wait_answers(engine, len(cuts) + 1, within_s=120)
+        assert all(answer.outcome is Outcome.DONE for answer in answers), answers
+        if direction is STORE:
+            for region in layout.regions:
+                region.fill_(0x11)
+            slab.tensor[slots[:spoil], 0] += 1
+    came, went = torch.from_numpy(targets).cuda(), torch.from_numpy(sources).cuda()
+    wrong = torch.zeros(num_blocks, dtype=torch.bool, device="cuda")
+    for region, original in zip(layout.regions, before, strict=True):
+        wrong |= (region[came] != original[went]).any(1)
+    return int(wrong.sum())
+
+
+@pytest.mark.parametrize("ctas", [0, 4], ids=["copy engine", "kernel"])
+def test_no_block_of_many_is_changed(ctas: int) -> None:
+    sizes = [4096, 8192]
+    tuning = TransferTuning(50e9, 50e9, dict.fromkeys(sizes, ctas)) if ctas else COPY_ENGINE_ONLY
+    layout = packed(8192, sizes)
+    with engine_for(layout, 9000, tuning=tuning) as (engine, slab):
+        rounds = -(-MANY // (2 * layout.num_blocks))
+        wrong = [num_changed(engine, slab, layout, number) for number in range(rounds)]
+        print(f"{rounds * layout.num_blocks} blocks stored and loaded, {sum(wrong)} changed")
+        assert not any(wrong)
+        assert num_changed(engine, slab, layout, rounds, spoil=3) == 3
