@@ -110,9 +110,9 @@ def read_counters(engine: Any) -> dict[str, Any] | None:
     transfer = engine.vllm_config.kv_transfer_config
     if transfer is None:
         return None
-    from kvortex.vllm_plugin.stats_socket import read_stats
+    from kvortex.vllm_plugin.stats_socket import ask_engine
 
-    return read_stats(str(transfer.engine_id))
+    return ask_engine(str(transfer.engine_id), "stats")
 
 
 async def rest(engine: Any, within_s: float = 10.0) -> dict[str, Any] | None:

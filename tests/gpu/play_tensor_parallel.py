@@ -97,12 +97,12 @@ def rounds_of(llm: Any, size: Any, num_rounds: int) -> list[list[tuple[int, ...]
 
 def seen(llm: Any) -> dict[str, Any]:
     """The counters of the scheduler side and of each rank's watcher, when nothing is under way any more."""
-    from kvortex.vllm_plugin.stats_socket import read_stats
+    from kvortex.vllm_plugin.stats_socket import ask_engine
     from tests.gpu.watched_connector import read_watch
 
     engine_id = str(llm.llm_engine.vllm_config.kv_transfer_config.engine_id)
     end = time.monotonic() + 30
-    while (counters := read_stats(engine_id))["store"]["in_flight"] and time.monotonic() < end:
+    while (counters := ask_engine(engine_id, "stats"))["store"]["in_flight"] and time.monotonic() < end:
         time.sleep(0.2)
     return {"counters": counters, "watched": llm.collective_rpc(read_watch)}
 
