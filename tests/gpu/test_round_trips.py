@@ -136,9 +136,11 @@ def num_changed(engine: CudaCopyEngine, slab: PinnedSlab, layout: KVLayout, seed
     slots, sources, targets = (rng.permutation(n) for n in (slab.num_slots, num_blocks, num_blocks))
     slots = slots[:num_blocks]
     cuts = np.sort(rng.choice(np.arange(1, num_blocks), 15, replace=False))
-    for direction, blocks in ((STORE, sources), (LOAD, targets)):
+    for first, direction, blocks in ((0, STORE, sources), (100, LOAD, targets)):
         parts = zip(np.split(blocks, cuts), np.split(slots, cuts), strict=True)
-        engine.submit([order(number, direction, *part, late_s=120) for number, part in enumerate(parts)])
+        engine.submit(
+            [order(1000 * seed + first + number, direction, *part, late_s=120) for number, part in enumerate(parts)]
+        )
         answers = wait_answers(engine, len(cuts) + 1, within_s=120)
         assert all(answer.outcome is Outcome.DONE for answer in answers), answers
         if direction is STORE:
