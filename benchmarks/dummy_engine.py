@@ -154,11 +154,11 @@ def quantile_ms(seconds: Sequence[float], share: float) -> float:
     return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3, 2)
 
 
-async def ask_all(engine: Any, prompts: Sequence[list[int]], num_tokens: int, at_once: int) -> Load:
-    """Asks every prompt for exactly so many tokens."""
+async def ask_all(engine: Any, prompts: Sequence[list[int]], num_tokens: int | Sequence[int], at_once: int) -> Load:
+    """Asks every prompt for exactly so many tokens, each for its own number of them or all for one."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    wanted = [num_tokens] * len(prompts) if isinstance(num_tokens, int) else num_tokens
     slots = asyncio.Semaphore(at_once)
     load = Load(answers=[[] for _ in prompts])
 
@@ -166,6 +166,7 @@ async def ask_all(engine: Any, prompts: Sequence[list[int]], num_tokens: int, at
         async with slots:
             begin, first = time.perf_counter(), None
             name = f"{index}-{time.monotonic_ns()}"
+            params = SamplingParams(temperature=0, max_tokens=wanted[index], ignore_eos=True, detokenize=False)
             async for output in engine.generate({"prompt_token_ids": prompts[index]}, params, name):
                 first = first or time.perf_counter()
                 load.answers[index] = list(output.outputs[0].token_ids)

@@ -5,7 +5,9 @@
     python benchmarks/no_hits.py --modes kvortex prefetch     # and what prefetch adds to it: no session returns
 
 Needs a GPU with room for all engines (8B: 16 GB of weights, 16 GB of KV and some 5 GB each). They live at the same
-time and take turns, in another order each round; a ratio compares the two plays of one round.
+time and take turns, in another order each round; a ratio compares the two plays of one round. Prompts and answers are
+of mixed lengths: those of one length fall into waves, and whether a wave's last prompt comes a step later decides more
+than what is measured.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=96, help="new prompts a play")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt")
-    parser.add_argument("--gen", type=int, default=64, help="tokens generated for each")
+    parser.add_argument("--prompts", type=int, default=160, help="new prompts a play")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt, half of it more or less")
+    parser.add_argument("--gen", type=int, default=64, help="tokens generated for each, half of it more or less")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--shared", type=int, default=0, metavar="ROUNDS", help="rounds of the shared prefix too")
     parser.add_argument("--shared-prompts", type=int, default=200)
@@ -77,12 +79,18 @@ async def child(options: argparse.Namespace) -> None:
 
 def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
     """What KVortex did in one play."""
-    names = [("tokens", "vram_hit"), ("tokens", "ram_hit"), ("store", "blocks"), ("load", "blocks")]
+    names = [
+        ("tokens", "vram_hit"),
+        ("tokens", "ram_hit"),
+        ("store", "blocks"),
+        ("load", "blocks"),
+        ("admission", "waited"),
+    ]
     return {f"{kind}_{name}": after[kind][name] - before[kind][name] for kind, name in names}
 
 
-def load_of(order: dict[str, Any], options: argparse.Namespace) -> tuple[list[list[int]], int, int]:
-    """Prompts, tokens to generate, requests at once. Every mode gets the same prompts."""
+def load_of(order: dict[str, Any], options: argparse.Namespace) -> tuple[list[list[int]], int | list[int], int]:
+    """Prompts, tokens to generate, requests at once. Every mode gets the same."""
     vocabulary = engine_options(options, None).vocabulary
     rng = random.Random(order["seed"])
 
@@ -90,7 +98,10 @@ def load_of(order: dict[str, Any], options: argparse.Namespace) -> tuple[list[li
         return [rng.randrange(10, vocabulary) for _ in range(count)]
 
     if order["do"] == "new":
-        return [tokens(options.length) for _ in range(options.prompts)], options.gen, options.concurrency
+        lengths, answers = (
+            [rng.randint(n // 2, n + n // 2) for _ in range(options.prompts)] for n in (options.length, options.gen)
+        )
+        return [tokens(length) for length in lengths], answers, options.concurrency
     prefix = tokens(options.shared_prefix)
     if order["do"] == "prefix":
         return [prefix], 1, 1
