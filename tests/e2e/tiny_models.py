@@ -40,6 +40,17 @@ LATENT = {  # vLLM's kernels for CPUs are compiled for 512 + 64
     "num_key_value_heads": 2,
 }
 MANY_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+DEEPSEEK = {
+    **SHAPE,
+    **LATENT,
+    **MANY_EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+WIDE_HEADS = {"qk_nope_head_dim": 128, "v_head_dim": 128}  # vLLM's kernels for GPUs are for DeepSeek's own sizes
 MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
 CHUNKED = {"attention_chunk_size": 128, "no_rope_layers": [1, 1, 1, 0], "intermediate_size_mlp": 128}
 
@@ -66,20 +77,8 @@ FAMILIES = {
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**DEEPER, **GROUPED, **EXPERTS, "sliding_window": 128}),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SHAPE, **GROUPED, **EXPERTS, "sliding_window": None}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**SHAPE, **GROUPED, **MANY_EXPERTS, "num_experts": 4}),
-    "deepseek": (
-        "DeepseekV2ForCausalLM",
-        "DeepseekV2Config",
-        {
-            **SHAPE,
-            **LATENT,
-            **MANY_EXPERTS,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
+    "deepseek": ("DeepseekV2ForCausalLM", "DeepseekV2Config", DEEPSEEK),
+    "deepseek-wide": ("DeepseekV2ForCausalLM", "DeepseekV2Config", {**DEEPSEEK, **WIDE_HEADS}),
     "falcon-h1": ("FalconH1ForCausalLM", "FalconH1Config", {**SHAPE, **MAMBA, "num_key_value_heads": 1}),
     "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", {**DEEPER, **GROUPED, **CHUNKED, "num_local_experts": 2}),
     "bert": ("BertModel", "BertConfig", {name: SHAPE[name] for name in SHAPE if not name.startswith("tie")}),

@@ -26,18 +26,18 @@ AT_ONCE = 6 if os.environ.get("KVORTEX_TRIALS_AT_ONCE") == "1" else 1
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
-    "mistral-sliding": {},
+    "mistral-sliding": {"num_blocks": 80},
     "qwen2": {},
     "qwen3": {},
     "gpt-neox": {},
     "falcon": {},
     "mixtral": {},
     "qwen3-moe": {},
-    "deepseek": {"block_size": 64},
+    "deepseek-wide": {"block_size": 64},
     "llama-wide": {"kv_cache_dtype": "fp8"},
 }
 """Family -> options of its engine. Kernels for FP8 want larger heads, those for latent attention blocks of 64."""
-NOT_ON_CPU = {"deepseek", "llama-wide"}
+NOT_ON_CPU = {"deepseek-wide", "llama-wide"}
 
 pytestmark = [
     pytest.mark.gpu,
