@@ -9,6 +9,7 @@ vram      no offload, and room in VRAM for every session: KV that never leaves
 simple    vLLM's SimpleCPUOffloadConnector
 off       KVortex without prefetch
 prefetch  KVortex with it
+hints     the same, and each session is announced --hint seconds before it goes on: somebody types, a tool will end
 
 Each plays the same open load (`kvortex bench serve --think`). What is wanted: the first token of later turns nearly as
 soon as with `vram`, most of what comes back there before its request, little brought for nothing, and the time between
@@ -43,7 +44,7 @@ from kvortex.bench.vocabulary import Vocabulary
 from kvortex.bench.workload import Workload
 from kvortex.config.command_line import OWN_PLUGINS, PLUGINS_VARIABLE
 
-MODES = ("vram", "simple", "off", "prefetch")
+MODES = ("vram", "simple", "off", "prefetch", "hints")
 START_WITHIN_S, REQUEST_WITHIN_S = 240.0, 120.0
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
 
@@ -89,7 +90,7 @@ def arguments_of(mode: str, shape: Shape, model: Path) -> list[str]:
             transfer |= {"kv_connector": "SimpleCPUOffloadConnector"}
         case _:
             extra = {"ram_cache_size": int(shape.ram_gb * 1e9), "block_size": shape.block_size}
-            extra["prefetch_enabled"] = mode == "prefetch"
+            extra["prefetch_enabled"] = mode in ("prefetch", "hints")
             transfer |= {"kv_connector": "KVortexConnector", "kv_load_failure_policy": "recompute"}
     return [*arguments, "--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": extra})]
 
@@ -118,6 +119,7 @@ def run(mode: str, shape: Shape, load: SessionLoad, model: Path, logs: Path) -> 
         with server:
             say(f"{mode}: ready after {server.start_s:.0f} s")
             endpoint = Endpoint(server.url, read_server_facts(server.url, None).model, None)
+            load = load if mode == "hints" else dataclasses.replace(load, hint_s=None)
             played = asyncio.run(play_sessions(endpoint, load, timeout_s=REQUEST_WITHIN_S, say=say))
     except ServerFailedError as failed:
         return {"mode": mode, "failed": failed.message, "log_tail": failed.log_tail[-20:]}
@@ -142,6 +144,7 @@ def main() -> None:
     parser.add_argument("modes", nargs="*", metavar="MODE", help=f"of {', '.join(MODES)}; all if none is named")
     parser.add_argument("--think", type=Think, choices=list(Think), default=Think.MIXED)
     parser.add_argument("--rate", type=float, default=0.9, help="sessions that begin a second")
+    parser.add_argument("--hint", type=float, default=2.0, help="seconds, of mode hints (%(default)s)")
     parser.add_argument("--sessions", type=int, help="that play")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vram-gb", type=float, default=24.0)
@@ -154,7 +157,7 @@ def main() -> None:
     if unknown := set(modes) - set(MODES):
         parser.error(f"there is no mode {sorted(unknown)[0]!r}: {', '.join(MODES)}")
     shape = shape_of(options)
-    load = SessionLoad(shape.workload, options.think, options.rate)
+    load = SessionLoad(shape.workload, options.think, options.rate, options.hint)
     folder = Path(tempfile.mkdtemp(prefix="kvortex-sessions-"))
     logs = options.logs or folder
     logs.mkdir(parents=True, exist_ok=True)

@@ -70,11 +70,13 @@ class SessionPlay(Play):
         self._first_s: dict[tuple[int, int], float] = {}
         self._gaps_s: list[float] = []
         self._dice = dice
+        self._hints: list[tuple[float, int]] = []
 
     def run(self) -> list[dict[str, Any]]:
         """One row for the load."""
         heapq.heapify(self._due)
         while self._due or self._live:
+            self._hint()
             self._begin_turns()
             if not self._live and not self.scheduler.has_requests():
                 self.now_s = min(self._due[0][0], self.now_s + IDLE_STEP_S)
@@ -82,6 +84,12 @@ class SessionPlay(Play):
             self._step()
             self._see_answers(before_s)
         return [self._row()]
+
+    def _hint(self) -> None:
+        """Who is about to come says so."""
+        while self._hints and self._hints[0][0] <= self.now_s:
+            _, number = heapq.heappop(self._hints)
+            self.scheduler.connector._scheduler_side.hint(f"s{number}", None)
 
     def _begin_turns(self) -> None:
         while self._due and self._due[0][0] <= self.now_s:
@@ -108,6 +116,8 @@ class SessionPlay(Play):
                 if turn < options.turns:
                     back_s = self.now_s + think_s(options.think, options.seed, number, turn)
                     heapq.heappush(self._due, (back_s, number))
+                    if options.hint:
+                        heapq.heappush(self._hints, (max(self.now_s, back_s - options.hint), number))
 
     def _row(self) -> dict[str, Any]:
         later = [seconds for (_, turn), seconds in self._first_s.items() if turn > 1]
@@ -140,6 +150,9 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prefetch", action="store_true")
+    parser.add_argument(
+        "--hint", type=float, metavar="S", help="each session says so many seconds before that it comes"
+    )
     options = parser.parse_args()
     options.kv_cache = {"prefetch_enabled": options.prefetch, **options.kv_cache}
     logging.getLogger("vllm").setLevel(logging.WARNING)

@@ -55,6 +55,14 @@ def bench_serve(
     rate: Annotated[
         float, typer.Option("--rate", min=1e-6, help="--think: sessions that begin a second, at random.")
     ] = 1.0,
+    hint: Annotated[
+        str | None,
+        typer.Option(
+            "--hint",
+            metavar="DURATION",
+            help="--think: each session is announced so long before it goes on, to prefetch.",
+        ),
+    ] = None,
     ttft_goal: Annotated[
         str, typer.Option("--ttft-goal", metavar="DURATION", help="--think: goodput's limit to the first token.")
     ] = "1s",
@@ -97,6 +105,7 @@ def bench_serve(
     _check_options(ctx, is_open_load=think is not None)
     vocabulary = asked_vocabulary(vocab)
     timeout_s = seconds("--timeout", timeout)
+    hint_s = None if hint is None else seconds("--hint", hint)
     goal = Goal(seconds("--ttft-goal", ttft_goal), seconds("--tpot-goal", tpot_goal))
     check_writable(html)
     base = url.rstrip("/").removesuffix("/v1")
@@ -114,7 +123,7 @@ def bench_serve(
         played = asyncio.run(play(endpoint, workload, timeout_s=timeout_s, say=say))
         result = ServeResult(conditions, base, facts, measure(played))
     else:
-        load = SessionLoad(workload, think, rate)
+        load = SessionLoad(workload, think, rate, hint_s)
         sessions = asyncio.run(play_sessions(endpoint, load, timeout_s=timeout_s, say=say))
         result = ServeResult(conditions, base, facts, *measure_sessions(sessions, goal))
     show(serve_report(result), serve_document(result), as_json=as_json, html=html)
@@ -128,7 +137,7 @@ def _check_options(ctx: typer.Context, *, is_open_load: bool) -> None:
     from kvortex.errors import UsageError
 
     if not is_open_load:
-        refuse_without(ctx, ["--rate", "--ttft-goal", "--tpot-goal"], "--think")
+        refuse_without(ctx, ["--rate", "--hint", "--ttft-goal", "--tpot-goal"], "--think")
     elif is_given(ctx, "--concurrency"):
         hint = "sessions begin at --rate, however many are being answered"
         raise UsageError("--concurrency does not go with --think", hint=hint)

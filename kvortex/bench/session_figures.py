@@ -32,6 +32,8 @@ class SessionFigures:
     prefetched: None where the server does not tell.
     prefetched_share: of the blocks loaded from RAM, those that were there before their request.
     wasted_share: of the blocks loaded from RAM, those brought for nothing.
+    hint_s: how long before it came each session was announced; None where it was not.
+    hints: what was said to the hints -> how often.
     """
 
     who: str
@@ -44,6 +46,8 @@ class SessionFigures:
     prefetched: Prefetched | None
     prefetched_share: float | None
     wasted_share: float | None
+    hint_s: float | None
+    hints: dict[str, int]
 
 
 def measure_sessions(played: PlayedSessions, goal: Goal) -> tuple[Measured, SessionFigures]:
@@ -72,6 +76,8 @@ def measure_sessions(played: PlayedSessions, goal: Goal) -> tuple[Measured, Sess
         prefetched=prefetched,
         prefetched_share=prefetched.used / loaded_blocks if prefetched and loaded_blocks else None,
         wasted_share=prefetched.wasted / loaded_blocks if prefetched and loaded_blocks else None,
+        hint_s=load.hint_s,
+        hints=dict(played.hints),
     )
     # Turns overlap: tokens of all turns came within the one wall.
     rate = sum(r.output_tokens for r in good) / wall_s if good and wall_s > 0 else None
@@ -132,3 +138,6 @@ def _notes(measured: Measured, figures: SessionFigures) -> Iterable[str]:
             f"prefetch: {figures.prefetched_share:.1%} of the blocks loaded from RAM were there before their request, "
             f"{figures.wasted_share:.1%} were brought for nothing"
         )
+    if figures.hint_s is not None:
+        said = ", ".join(f"{answer} {times:,} times" for answer, times in sorted(figures.hints.items())) or "nothing"
+        yield f"each session was announced {figures.hint_s:g} s before it came; the server said {said}"

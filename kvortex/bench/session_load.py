@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import httpx
@@ -28,11 +29,13 @@ class SessionLoad:
     """Attributes:
     workload: what is said; its `conversations` are the sessions, its `concurrency` bounds nothing.
     rate: sessions that begin a second.
+    hint_s: before each later turn its session is announced, so many seconds ahead or all of its pause; None: is not.
     """
 
     workload: Workload
     who: Think
     rate: float
+    hint_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class PlayedSessions:
         turns: of each turn, the results of all sessions.
         counters: the server's, before and after; None where it has none.
         most_in_flight: requests at a time.
+        hints: what was said to the hints, HTTP statuses or why there is none.
     """
 
     load: SessionLoad
@@ -53,6 +57,7 @@ class PlayedSessions:
     stand_in_answers: int
     client_cpu_share: float
     most_in_flight: int
+    hints: Counter[str] = field(default_factory=Counter)
 
 
 async def play_sessions(
@@ -82,6 +87,7 @@ class _Player:
         self.say = say
         self.stand_in_answers = 0
         self.in_flight = self.most_in_flight = self.done = 0
+        self.hints: Counter[str] = Counter()
 
     async def play(self) -> PlayedSessions:
         workload = self.load.workload
@@ -105,6 +111,7 @@ class _Player:
             stand_in_answers=self.stand_in_answers,
             client_cpu_share=cpu_s / wall_s if wall_s > 0 else 0.0,
             most_in_flight=self.most_in_flight,
+            hints=self.hints,
         )
 
     async def _session(self, number: int, at_s: float) -> list[Good | Failed]:
@@ -114,7 +121,7 @@ class _Player:
         results: list[Good | Failed] = []
         for turn in range(1, workload.turns + 1):
             if turn > 1:
-                await asyncio.sleep(think_s(self.load.who, workload.seed, number, turn - 1))
+                await self._think(number, turn)
             prompt += workload.user_tokens(number, turn)
             result = await self._ask(number, prompt)
             results.append(result)
@@ -125,13 +132,36 @@ class _Player:
                 prompt += workload.stand_in_answer(number, turn, result.output_tokens)
         return results
 
+    async def _think(self, number: int, turn: int) -> None:
+        """The pause before a turn; with a hint when so much of it is left as was asked for. Its answer is waited for: a
+        hint behind its request would say nothing."""
+        pause_s = think_s(self.load.who, self.load.workload.seed, number, turn - 1)
+        if self.load.hint_s is None:
+            await asyncio.sleep(pause_s)
+            return
+        ahead_s = min(pause_s, self.load.hint_s)
+        await asyncio.sleep(pause_s - ahead_s)
+        await asyncio.gather(self._hint(number), asyncio.sleep(ahead_s))
+
+    async def _hint(self, number: int) -> None:
+        try:
+            answer = await self.client.post(
+                "/kvortex/prefetch", json={"session": self._name(number)}, timeout=self.timeout_s
+            )
+        except httpx.HTTPError as error:
+            self.hints[type(error).__name__] += 1
+        else:
+            self.hints[f"HTTP {answer.status_code}"] += 1
+
+    def _name(self, number: int) -> str:
+        return f"kvortex-bench-{self.load.workload.seed}-{number}"
+
     async def _ask(self, number: int, prompt: list[int]) -> Good | Failed:
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        workload = self.load.workload
+        gen, name = self.load.workload.gen, self._name(number)
         try:
-            name = f"kvortex-bench-{workload.seed}-{number}"
-            return await complete(self.client, self.endpoint, prompt, workload.gen, self.timeout_s, session=name)
+            return await complete(self.client, self.endpoint, prompt, gen, self.timeout_s, session=name)
         finally:
             self.in_flight -= 1
             self.done += 1

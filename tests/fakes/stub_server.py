@@ -51,6 +51,8 @@ class StubServer(ThreadingHTTPServer):
         metrics: the page of /metrics; None is a server without it.
         blocks: the document of /kvortex/blocks; None is a server without it.
         asked: the paths of GETs, with their queries.
+        hinted: the sessions of hints, each with the number of completions asked for before it.
+        hint_status: of the answer to a hint.
     """
 
     daemon_threads = True
@@ -68,6 +70,8 @@ class StubServer(ThreadingHTTPServer):
         self.metrics: str | None = None
         self.blocks: dict[str, Any] | None = None
         self.asked: list[str] = []
+        self.hinted: list[tuple[str, int]] = []
+        self.hint_status = 202
         self.max_model_len = 100_000
         self.in_flight = self.most_in_flight = 0
         self.lock = threading.Lock()
@@ -126,6 +130,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/kvortex/prefetch":
+            with self.server.lock:
+                self.server.hinted.append((body["session"], len(self.server.prompts)))
+            self._send(self.server.hint_status, "{}")
+            return
         with self.server.lock:
             index = len(self.server.prompts)
             self.server.prompts.append(body["prompt"])

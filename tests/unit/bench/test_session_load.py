@@ -27,8 +27,10 @@ def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_load, "arrivals_s", lambda count, *_: [0.0] * count)
 
 
-def play(server: StubServer, workload: Workload = SMALL, who: Think = Think.AGENTS) -> PlayedSessions:
-    load = SessionLoad(workload, who, 1.0)
+def play(
+    server: StubServer, workload: Workload = SMALL, who: Think = Think.AGENTS, hint_s: float | None = None
+) -> PlayedSessions:
+    load = SessionLoad(workload, who, 1.0, hint_s)
     return asyncio.run(play_sessions(Endpoint(server.url, "stub"), load, timeout_s=20.0, say=lambda _: None))
 
 
@@ -96,6 +98,35 @@ def test_users_think_between_their_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     with stub_server([Behaviour.GOOD]) as server:
         play(server, Workload(conversations=1, turns=3, first=4, add=2, gen=2, concurrency=1))
     assert asked == [(0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("hint_s", [60.0, 0.001])
+def test_each_later_turn_is_announced_before_it_comes(monkeypatch: pytest.MonkeyPatch, hint_s: float) -> None:
+    """The whole pause ahead, where that is shorter than what was asked for."""
+    monkeypatch.setattr(session_load, "think_s", lambda *_: 0.05)
+    with stub_server([Behaviour.GOOD]) as server:
+        played = play(server, Workload(conversations=1, turns=3, first=4, add=2, gen=2, concurrency=1), hint_s=hint_s)
+    # The first of the requests is the warm-up.
+    assert server.hinted == [("kvortex-bench-0-0", 2), ("kvortex-bench-0-0", 3)]
+    assert figures(played).hints == {"HTTP 202": 2}
+
+
+@pytest.mark.usefixtures("no_time")
+def test_hints_that_the_server_refuses_are_told_and_the_load_goes_on() -> None:
+    with stub_server([Behaviour.GOOD]) as server:
+        server.hint_status = 409
+        played = play(server, hint_s=1.0)
+    measured, sessions = measure_sessions(played, Goal(60.0, 60.0))
+    assert sessions.hints == {"HTTP 409": 6}
+    assert measured.requests.ok == 9
+    assert any("HTTP 409 6 times" in note for note in measured.notes)
+
+
+@pytest.mark.usefixtures("no_time")
+def test_nothing_is_announced_unless_asked_for() -> None:
+    with stub_server([Behaviour.GOOD]) as server:
+        assert figures(play(server)).hints == {}
+    assert server.hinted == []
 
 
 @pytest.mark.usefixtures("no_time")
