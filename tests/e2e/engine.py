@@ -155,6 +155,21 @@ def _opened(side: WorkerSide, layout: KVLayout, make_engine: MakeEngine) -> tupl
     return slab, make_engine(layout, slab)
 
 
+def arguments_of(num_blocks: int, **options: Any) -> dict[str, Any]:
+    """What vLLM is told of an engine with these options."""
+    return {
+        "max_model_len": 1152,
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": num_blocks,
+        "kv_cache_memory_bytes": 100_000_000,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        **options,
+    }
+
+
 @contextmanager
 def engine(
     model: str,
@@ -177,16 +192,6 @@ def engine(
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=settings,
         )
-    arguments = {
-        "max_model_len": 1152,
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": num_blocks,
-        "kv_cache_memory_bytes": 100_000_000,
-        "enforce_eager": True,
-        "enable_prefix_caching": True,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-    }
     replaced = (
         patch.object(WorkerSide, "_open_engine", lambda side, layout: _opened(side, layout, make_engine))
         if make_engine is not None
@@ -199,7 +204,7 @@ def engine(
         llm = None
         try:
             with _uncollected():
-                llm = LLM(model, **{**arguments, **options})
+                llm = LLM(model, **arguments_of(num_blocks, **options))
             yield Engine(llm)
         finally:
             with _uncollected():

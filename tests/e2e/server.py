@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,27 @@ _ACCEPTS = 0x10000
 """The kernel's __SO_ACCEPTCON: somebody listens on this socket."""
 
 OPTIONS = (
-    *("--max-model-len", "1152", "--num-gpu-blocks-override", "40", "--kv-cache-memory-bytes", "100000000"),
-    *("--enforce-eager", "--host", "127.0.0.1", "--set", "kv_cache.block_size=32"),
-    *("--set", "kv_cache.offload_threshold=0"),
+    ("--max-model-len", "1152"),
+    ("--num-gpu-blocks-override", "40"),
+    ("--kv-cache-memory-bytes", "100000000"),
+    ("--enforce-eager",),
+    ("--host", "127.0.0.1"),
+    ("--set", "kv_cache.block_size=32"),
+    ("--set", "kv_cache.offload_threshold=0"),
 )
+"""Of a server that is not given others in their place."""
+
+
+def with_defaults(defaults: Iterable[Sequence[str]], given: Sequence[str]) -> list[str]:
+    """The given options, and those defaults that none of them replaces."""
+    named = {_name(given[i : i + 2]) for i, word in enumerate(given) if word.startswith("--")}
+    return [*(word for default in defaults if _name(default) not in named for word in default), *given]
+
+
+def _name(option: Sequence[str]) -> str:
+    """What it sets: for --set the key, for `--no-this` what `--this` does."""
+    name = option[0].partition("=")[0].replace("_", "-").replace("--no-", "--", 1)
+    return f"{name} {option[1].partition('=')[0]}" if name == "--set" else name
 
 
 def inherited_environment(**more: str) -> dict[str, str]:
@@ -67,14 +84,13 @@ class Server:
     ) -> None:
         self.log = log
         # Off unless asked for: it does things of its own accord.
-        more = [
-            "--set",
-            f"kv_cache.ram_cache_size={ram}",
-            "--set",
-            f"kv_cache.prefetch_enabled={str(prefetch).lower()}",
-            *options,
-        ]
-        kvortex = [sys.executable, "-c", "from kvortex_cli.main import main; main()", "serve", model, *OPTIONS, *more]
+        defaults = (
+            *OPTIONS,
+            ("--set", f"kv_cache.ram_cache_size={ram}"),
+            ("--set", f"kv_cache.prefetch_enabled={str(prefetch).lower()}"),
+        )
+        serve = [sys.executable, "-c", "from kvortex_cli.main import main; main()", "serve", model]
+        kvortex = [*serve, *with_defaults(defaults, options)]
         self._command = command or kvortex
         self._port_is_given = port is not None
         self.port = port or free_port()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e import server as harness
-from tests.e2e.server import ENDED_WITHIN_S, Server, inherited_environment, is_running
+from tests.e2e.server import ENDED_WITHIN_S, Server, inherited_environment, is_running, with_defaults
 
 HEALTHY = """
 import http.server, sys
@@ -86,3 +86,19 @@ def test_the_tests_own_variables_reach_no_command(monkeypatch) -> None:
     monkeypatch.setenv("KVORTEX_SOAK_S", "1")
     assert "KVORTEX_SOAK_S" not in inherited_environment()
     assert inherited_environment(KVORTEX_NUM_STREAMS="3")["KVORTEX_NUM_STREAMS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ([], ["--size", "4", "--eager", "--set", "a.x=1", "--set", "a.y=2"]),
+        (["--size", "8"], ["--eager", "--set", "a.x=1", "--set", "a.y=2"]),
+        (["--size=8", "--more"], ["--eager", "--set", "a.x=1", "--set", "a.y=2"]),
+        (["--no-eager"], ["--size", "4", "--set", "a.x=1", "--set", "a.y=2"]),
+        (["--set", "a.x=3"], ["--size", "4", "--eager", "--set", "a.y=2"]),
+        (["--sizes", "8"], ["--size", "4", "--eager", "--set", "a.x=1", "--set", "a.y=2"]),
+    ],
+)
+def test_an_option_that_is_given_replaces_the_default(given: list[str], left: list[str]) -> None:
+    defaults = [("--size", "4"), ("--eager",), ("--set", "a.x=1"), ("--set", "a.y=2")]
+    assert with_defaults(defaults, given) == [*left, *given]

@@ -2,8 +2,8 @@
 
     python -m tests.gpu.play_real_model MODE MODEL OUT.json [--history PLAIN.json] [--device cpu]
 
-Plain vLLM plays its own conversations, and then the same prompts again in another order: if it does not agree with
-itself, text is no oracle. The other modes are asked exactly those prompts, its answers included (--history).
+Plain vLLM plays its own conversations, and then the same prompts again in another order: how far it agrees with itself
+is how far text can be trusted. The other modes are asked exactly those prompts, its answers included (--history).
 """
 
 from __future__ import annotations
@@ -103,14 +103,16 @@ def own_conversations(trial: Trial, size: Size, text: list[int], said: Turns) ->
 def asked_again(trial: Trial, size: Size, text: list[int], said: Turns, turns: int) -> dict[str, Any]:
     """The same prompts, turn after turn, in another order."""
     answers: Turns = []
+    asked: Turns = []
     for turn in range(turns):
         order = list(range(size.conversations))
         random.Random(turn).shuffle(order)
         prompts = prompts_of(size, text, said, turn)
+        asked.append(prompts)
         played = play(trial.vllm, [prompts[i] for i in order], size.answer, size.at_once)
         by_number = dict(zip(order, played.answers, strict=True))
         answers.append([list(by_number[i]) for i in range(size.conversations)])
-    return {"answers": answers}
+    return {"prompts": asked, "answers": answers}
 
 
 if __name__ == "__main__":

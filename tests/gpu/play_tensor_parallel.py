@@ -12,7 +12,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from tests.gpu.trial_engine import VRAM_SHARE, play, trial_options
+from tests.gpu.trial_engine import ENVIRONMENT, VRAM_SHARE, play, trial_options
 
 
 def main() -> None:
@@ -20,17 +20,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     os.environ.update(
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        TORCH_COMPILE_DISABLE="1",
-        VLLM_LOGGING_LEVEL="WARNING",
+        ENVIRONMENT,
         VLLM_ALLOW_INSECURE_SERIALIZATION="1",  # to ask the workers what they saw
-        VLLM_WORKER_MULTIPROC_METHOD="spawn",
-        VLLM_ALLREDUCE_USE_SYMM_MEM="0",
         KVORTEX_WATCH_ZEROS="1" if options.mode == "zeros" else "0",
     )
-    if options.device == "cuda":
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     run(options)
 
 
@@ -53,34 +46,33 @@ def run(options: Any) -> None:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=settings,
         )
+    engine: dict[str, Any] = {
+        "tensor_parallel_size": options.ranks,
+        "distributed_executor_backend": "mp",
+        "block_size": size.block,
+        "num_gpu_blocks_override": size.pool,
+        "kv_cache_memory_bytes": 100_000_000,
+        "gpu_memory_utilization": VRAM_SHARE,
+        "max_num_seqs": size.seqs,
+        "max_num_batched_tokens": 8192 if options.device == "cuda" else 1024,
+        "max_model_len": 2048,
+        "enforce_eager": True,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
     begin = time.perf_counter()
-    llm = LLM(
-        options.model,
-        tensor_parallel_size=options.ranks,
-        distributed_executor_backend="mp",
-        block_size=size.block,
-        num_gpu_blocks_override=size.pool,
-        kv_cache_memory_bytes=100_000_000,
-        gpu_memory_utilization=VRAM_SHARE,
-        max_num_seqs=size.seqs,
-        max_num_batched_tokens=8192 if options.device == "cuda" else 1024,
-        max_model_len=2048,
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        skip_tokenizer_init=True,
-        disable_log_stats=True,
-        kv_transfer_config=transfer,
-    )
+    llm = LLM(options.model, **engine, kv_transfer_config=transfer)
     result: dict[str, Any] = {"mode": options.mode, "ranks": options.ranks}
-    result["start"] = {"seconds": round(time.perf_counter() - begin, 1)}
+    result["start"] = {"seconds": round(time.perf_counter() - begin, 1), "engine": engine}
     options.out.write_text(json.dumps(result))
-    rounds = rounds_of(llm, size, 2 if options.mode == "zeros" else 4)
-    result["same"] = {"rounds": rounds, **(seen(llm) if transfer else {})}
+    asked = rounds_of(llm, size, 2 if options.mode == "zeros" else 4)
+    result["same"] = {**asked, **(seen(llm) if transfer else {})}
     options.out.write_text(json.dumps(result))
     llm.llm_engine.engine_core.shutdown()
 
 
-def rounds_of(llm: Any, size: Any, num_rounds: int) -> list[list[tuple[int, ...]]]:
+def rounds_of(llm: Any, size: Any, num_rounds: int) -> dict[str, Any]:
     num, length, answer, _ = size.same
     # Not tests.e2e.engine's: importing that would start vLLM's device in this process.
     prompts = [[random.Random(1000 * seed + i).randrange(3, 510) for i in range(length)] for seed in range(num)]
@@ -92,7 +84,7 @@ def rounds_of(llm: Any, size: Any, num_rounds: int) -> list[list[tuple[int, ...]
         played = play(vllm, [prompts[i] for i in order], answer, size.seqs)
         by_prompt = dict(zip(order, played.answers, strict=True))
         said.append([by_prompt[i] for i in range(num)])
-    return said
+    return {"prompts": prompts, "rounds": said}
 
 
 def seen(llm: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def same_prompts(vllm: Engine, size: Size, rounds: int | None = None) -> dict[st
         played = play(vllm, [prompts[i] for i in order], answer, size.seqs)
         by_prompt = dict(zip(order, played.answers, strict=True))
         said.append([by_prompt[i] for i in range(num)])
-    return {"rounds": said}
+    return {"prompts": prompts, "rounds": said}
 
 
 Answers = list[tuple[int, ...]]
@@ -48,15 +48,17 @@ def under_pressure(vllm: Engine, size: Size, runs: int) -> dict[str, Any]:
         said = [play(vllm, prompts, answer, at_once).answers for at_once in (num, max(1, num // 8))[:runs]]
     finally:
         scheduler._preempt_request = preempt
-    return {"runs": said, "preempted": num_preempted}
+    return {"prompts": prompts, "runs": said, "preempted": num_preempted}
 
 
 def returning_sessions(vllm: Engine, size: Size, runs: int) -> dict[str, Any]:
     """B33: A and B, then C and D, which each need all of the pool, then A and B again, longer and together."""
     runs_said: list[Answers] = []
+    prompts: list[list[int]] = []
     for _ in range(runs):
         rng = random.Random(33)
         said: Answers = []
+        prompts = []
         for number in range(size.returns):
             a, b, c, d = (
                 prompt(6000 + 4 * number + i, int(size.pool_tokens * rng.uniform(least, most)))
@@ -65,9 +67,10 @@ def returning_sessions(vllm: Engine, size: Size, runs: int) -> dict[str, Any]:
             play(vllm, [a, b], 4, 2)
             play(vllm, [c, d], 4, 2)
             longer = [tokens + prompt(7000 + number, rng.randrange(16, 200)) for tokens in (a, b)]
+            prompts += longer
             said += play(vllm, longer, 8, 2).answers
         runs_said.append(said)
-    return {"runs": runs_said}
+    return {"prompts": prompts, "runs": runs_said}
 
 
 def stalls(vllm: Engine, size: Size) -> bool:

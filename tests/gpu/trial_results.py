@@ -13,8 +13,6 @@ from typing import Any
 
 PROCESS_TIMEOUT_S = 240
 
-Answer = Sequence[int]
-
 
 def run_process(module: str, arguments: Sequence[str], out: Path) -> dict[str, Any]:
     """What the process wrote to `out`, all of it or, with "ending" saying why, the parts it came to."""
@@ -85,38 +83,20 @@ def check_at_rest(part: dict[str, Any]) -> None:
     assert after["failures"] == {"store": 0, "load": 0, "recomputed_tokens": 0}
 
 
-def check_bytes(part: dict[str, Any]) -> None:
-    """Every copy that the counters tell of was watched, none brought wrong bytes, none is filed under a wrong key."""
+def check_bytes(part: dict[str, Any], *, exact: bool) -> None:
+    """Every copy that the counters tell of was watched, none brought wrong bytes, none is filed under a wrong key.
+
+    Args:
+        exact: VRAM and RAM hold the same bytes even where VRAM computed a block again after RAM got its copy. Else only
+            blocks are compared that no kernel wrote since a copy filled them, or was made from them.
+    """
     loaded = grown(part, "load", "blocks")
     assert loaded > 0, "nothing was loaded: the trial is void"
     assert grown(part, "watched", "loaded") == loaded
     assert grown(part, "watched", "wrong") == 0, "loaded blocks are not what was stored"
-    assert part["clean"]["blocks"] > 0
-    assert part["clean"]["unequal"] == 0, "VRAM and RAM hold different bytes under one key"
-
-
-class Oracle:
-    """Right answers, and how far text can be trusted: where plain vLLM disagrees with itself it proves nothing.
-
-    Args:
-        runs: plain vLLM's answers to the same prompts, two runs or more.
-    """
-
-    def __init__(self, runs: Sequence[Sequence[Answer]]) -> None:
-        first, *others = runs
-        assert others, "one run says nothing about another"
-        stable = [all(run[i] == answer for run in others) for i, answer in enumerate(first)]
-        self._num_prompts = len(first)
-        self._right = {i: answer for i, answer in enumerate(first) if stable[i]}
-        different = sum(run[i] != answer for run in others for i, answer in enumerate(first))
-        print(f"plain vLLM against itself: {different} of {len(others) * len(first)} answers differ")
-        share = len(self._right) / len(first)
-        assert share >= 0.95, f"plain vLLM always agrees with itself on only {share:.0%} of the prompts"
-
-    def num_wrong(self, runs: Sequence[Sequence[Answer]], *, whole: bool = True) -> int:
-        """Wrong answers to the prompts that plain vLLM always answers alike. A run may stop early if not `whole`."""
-        assert not whole or all(len(run) == self._num_prompts for run in runs), "answers are missing"
-        right = [(run[i], answer) for run in runs for i, answer in self._right.items() if i < len(run)]
-        wrong = sum(said != answer for said, answer in right)
-        print(f"against plain vLLM: {wrong} of {len(right)} answers differ")
-        return wrong
+    clean = part["clean"]
+    print(f"VRAM and RAM hold {clean['blocks']} blocks both, {clean['copied']} of them by a copy alone")
+    assert clean["misfiled"] == 0, "vLLM has blocks under other keys than KVortex"
+    assert clean["copied"] > 0
+    assert clean["copied_unequal"] == 0, "VRAM and RAM hold different bytes under one key"
+    assert not exact or clean["unequal"] == 0, "VRAM and RAM hold different bytes under one key"

@@ -6,10 +6,12 @@ write it again. Nothing waits for them until the end, so the copies race as they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from kvortex.messages import CopyOrder, Direction, IntArray, JobId, JobResult, LinkFacts, Outcome
@@ -45,6 +47,9 @@ class WatchedEngine:
         """The negative control of a watch for stalls: no load is answered from now on."""
         self.num_loaded = 0
         self.num_stored = 0
+        # What copies made equal: GPU block -> its slot, and the number of the store that filled the slot last.
+        self._copies: dict[int, tuple[int, int]] = {}
+        self._num_stores: Counter[int] = Counter()
 
     @property
     def num_wrong(self) -> int:
@@ -58,12 +63,31 @@ class WatchedEngine:
         self._inner.submit(orders, after=after)
         for order in orders:
             self._orders[order.job_id] = order
+            self._note(order)
             if order.direction is Direction.STORE:
                 self._sums[self._index(order.slots)] = self._sums_of(order.gpu_blocks)
 
     def load_for_step(self, orders: Sequence[CopyOrder], *, after: Fence) -> StepLoads:
         self._step_orders.update((order.job_id, order) for order in orders)
+        for order in orders:
+            self._note(order)
         return WatchedStepLoads(self._inner.load_for_step(orders, after=after), lambda: self._compare(orders))
+
+    def _note(self, order: CopyOrder) -> None:
+        for block, slot in zip(order.gpu_blocks.tolist(), order.slots.tolist(), strict=True):
+            self._num_stores[slot] += order.direction is Direction.STORE
+            self._copies[block] = (slot, self._num_stores[slot])
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These GPU blocks are about to be written, by kernels or by a load that is not ordered yet."""
+        for block in blocks:
+            self._copies.pop(block, None)
+
+    def is_copy(self, block: int, slot: int) -> bool:
+        """Whether this GPU block has to hold the slot's bytes: it was loaded from it, or the slot was stored from it,
+        and neither was written since. False for a block that was computed anew: from other batches, by other kernels,
+        its last bits may be others. Told of new blocks by `forget`."""
+        return self._copies.get(block) == (slot, self._num_stores[slot])
 
     def _compare(self, orders: Sequence[CopyOrder]) -> None:
         for order in orders:
@@ -82,11 +106,13 @@ class WatchedEngine:
         if self.loses_loads:
             results = [result for result in results if result.direction is Direction.STORE]
         for result in results:
-            if self._step_orders.pop(result.job_id, None) is not None:
-                continue  # compared when its step ended
-            order = self._orders.pop(result.job_id)
+            of_step = self._step_orders.pop(result.job_id, None)
+            order = of_step or self._orders.pop(result.job_id)
             if result.outcome is not Outcome.DONE:
+                self.forget(order.gpu_blocks.tolist())
                 continue
+            if of_step is not None:
+                continue  # compared when its step ended
             if order.direction is Direction.STORE:
                 self.num_stored += len(order.slots)
                 if self._zeros:
@@ -104,10 +130,11 @@ class WatchedEngine:
     def close(self, timeout_s: float) -> bool:
         return self._inner.close(timeout_s)
 
-    def num_unequal(self, blocks: IntArray, slots: IntArray) -> int:
+    def num_unequal(self, pairs: Sequence[tuple[int, int]]) -> int:
         """How many of these GPU blocks do not hold the bytes of the slot beside them. Nothing may be under way."""
+        blocks, slots = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
         held = self._slab.tensor[torch.from_numpy(slots)]
-        unequal = torch.zeros(len(slots), dtype=torch.bool)
+        unequal = torch.zeros(len(pairs), dtype=torch.bool)
         index, at = self._index(blocks), 0
         for region in self._regions:
             end = at + region.shape[1]
