@@ -63,7 +63,7 @@ class Worker:
 
     def __init__(self, block_bytes: int, bytes_a_second: float, lag_steps: int) -> None:
         self._ends_seen = deque([0.0] * lag_steps)
-        self._block_s = block_bytes / bytes_a_second
+        self.block_s = block_bytes / bytes_a_second
         self._free_at = {Direction.STORE: 0.0, Direction.LOAD: 0.0}
         self._orders: deque[tuple[float, JobResult, str | None]] = deque()
 
@@ -72,7 +72,7 @@ class Worker:
         last_s = now_s
         of_step = {order.job_id for order in plan.step_loads}
         for order in [*plan.loads, *plan.step_loads, *plan.prefetches, *plan.stores]:
-            seconds = len(order.slots) * self._block_s
+            seconds = len(order.slots) * self.block_s
             end_s = max(now_s, self._free_at[order.direction]) + seconds
             self._free_at[order.direction] = end_s
             result = JobResult(order.job_id, order.direction, Outcome.DONE, seconds, 0)
@@ -81,6 +81,10 @@ class Worker:
             if goes_with_step:
                 last_s = max(last_s, end_s)
         return last_s
+
+    def moving_s(self, begin_s: float, end_s: float) -> float:
+        """Seconds of a step's time in which each link moves bytes, both directions added."""
+        return sum(min(max(0.0, free_s - begin_s), end_s - begin_s) for free_s in self._free_at.values())
 
     def timed(self, number: int, seconds: float) -> None:
         """A step that the scheduler asked to be timed; 0 is one that it did not."""
@@ -211,7 +215,7 @@ class Play:
             # All layers but the last compute while the next one's bytes come.
             ends_s = max(ends_s, self._worker.take(plan, self.now_s) + seconds / LAYERS)
             self._worker.timed(plan.timed_as, seconds)
-        self.now_s = ends_s
+        self.now_s = ends_s + self._more_s(ends_s)
         sampled = []
         for name in counts:
             request = scheduler.requests[name]
@@ -220,6 +224,10 @@ class Play:
         output = ModelRunnerOutput(list(counts), {n: i for i, n in enumerate(counts)}, sampled)
         output.kv_connector_output = moved
         scheduler.update_from_output(order, output)
+
+    def _more_s(self, ends_s: float) -> float:  # noqa: ARG002
+        """What else the step that began now and ends at `ends_s` is charged with."""
+        return 0.0
 
     def _totals(self) -> dict[str, int]:
         if not self._options.ram_gb:

@@ -37,6 +37,7 @@ from kvortex.config.vllm_install import check_supported
 from kvortex.errors import UnfitError
 from kvortex.keys import BlockKey
 from kvortex.transfer.base import KVLayout
+from kvortex.vllm_plugin.patient_hash import patient
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -207,7 +208,7 @@ def prompt_keys(
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         cache_salt=cache_salt,
-        block_hasher=get_request_block_hasher(hash_block_size, get_hash_fn_by_name(algorithm)),
+        block_hasher=get_request_block_hasher(hash_block_size, patient(get_hash_fn_by_name(algorithm))),
     )
     return request_keys(request, group, hash_block_size)
 

@@ -26,10 +26,12 @@ class Engines:
     Attributes:
         engine_ids: their names.
         prefetch: whether they were told to prefetch.
+        most_tokens: of a prompt that they take; None where that is not known.
     """
 
     engine_ids: tuple[str, ...]
     prefetch: bool = False
+    most_tokens: int | None = None
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> Engines | None:
@@ -43,9 +45,10 @@ class Engines:
             transfer.kv_connector_extra_config, available_ram_bytes=usable_ram_bytes()
         )
         prefetch = settings.prefetch_enabled
+        most_tokens = int(vllm_config.model_config.max_model_len)
         if size == 1:
-            return cls((engine_id,), prefetch)
-        return cls(tuple(f"{engine_id}_dp{rank}" for rank in range(size)), prefetch)
+            return cls((engine_id,), prefetch, most_tokens)
+        return cls(tuple(f"{engine_id}_dp{rank}" for rank in range(size)), prefetch, most_tokens)
 
     def stats(self) -> dict[str, Any]:
         """One snapshot over all engines; blocks for a bounded time.
@@ -83,6 +86,9 @@ class Engines:
         Raises:
             StatsUnavailableError: an engine does not answer.
         """
+        if tokens is not None:
+            # To read and to hash more would take the engine's time, and no request can ask for it.
+            tokens = tokens[: self.most_tokens]
         parameters = {"session": session, "tokens": tokens, "cache_salt": cache_salt, "caller": caller}
         answers = [ask_engine(engine_id, "hint", **parameters) for engine_id in self.engine_ids]
         return max(answers, key=lambda found: (found.get("ram_blocks", 0), found.get("vram_blocks", 0)))

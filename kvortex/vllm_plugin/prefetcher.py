@@ -12,9 +12,11 @@ Called under the scheduler side's lock. Holds GPU blocks only between an order a
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvortex.cache.costs import StepCosts
@@ -44,6 +46,21 @@ _WARMED_A_LIFE: Final = 4
 
 _KEYS_A_SLOT: Final = 2
 """Keys that are remembered of silent sessions, for each block that VRAM and RAM can hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hinted:
+    """What became of a hint.
+
+    Attributes:
+        keys: of the session's blocks, or the prompt's.
+        in_vram: how many of them VRAM has.
+    """
+
+    known: bool
+    accepted: bool
+    keys: Sequence[BlockKey]
+    in_vram: int
 
 
 class Prefetcher:
@@ -298,12 +315,10 @@ class Prefetcher:
 
     # ---- hints
 
-    def hint(self, scope: Scope, name: str | None, keys: Sequence[BlockKey] | None) -> dict[str, Any]:
+    def hint(self, scope: Scope, name: str | None, keys: Sequence[BlockKey] | None) -> Hinted:
         """A session, or a prompt with these blocks, is about to come. Any thread, under the lock.
 
-        Returns:
-            What was found: whether such a session is known in this scope, and its blocks, or the prompt's, by where
-            they are. `accepted` is False when too many hints wait already.
+        Costs the same however long the prompt is, but for a session that is looked for by its end.
         """
         if keys is None:
             session = None if name is None else self.book.named(scope, name)
@@ -311,12 +326,21 @@ class Prefetcher:
         else:
             session = self.book.continued_by(scope, keys)
         in_vram = self._planner.first_missing(keys)
-        in_ram = len(self._index.match(keys[in_vram:]))
-        accepted = in_ram == 0 or self._planner.hint(keys, session, self._clock())
-        if in_ram and accepted:
+        to_bring = bool(self._index.match(keys[in_vram : in_vram + 1]))
+        accepted = not to_bring or self._planner.hint(keys, session, self._clock())
+        if to_bring and accepted:
             self._has_more = True
-        found = {"blocks": len(keys), "vram_blocks": in_vram, "ram_blocks": in_ram}
-        return {"known": session is not None, "accepted": accepted, **found}
+        return Hinted(known=session is not None, accepted=accepted, keys=keys, in_vram=in_vram)
+
+    def found(self, hinted: Hinted) -> dict[str, Any]:
+        """What a hint found: whether such a session is known in its scope, and its blocks, or the prompt's, by where
+        they are. `accepted` is False when too many hints wait already. Any thread, without the lock: it goes through
+        the whole prompt, entry by entry, while others may change.
+        """
+        keys, in_vram = hinted.keys, hinted.in_vram
+        in_ram = len(self._index.match(itertools.islice(keys, in_vram, None)))
+        blocks = {"blocks": len(keys), "vram_blocks": in_vram, "ram_blocks": in_ram}
+        return {"known": hinted.known, "accepted": hinted.accepted, **blocks}
 
     # ---- forgetting
 

@@ -293,7 +293,7 @@ class SchedulerSide:
         """A session, by its name, or a prompt, by its token ids, is about to come. Any thread.
 
         Returns:
-            `enabled`, and, if so, what `Prefetcher.hint` says.
+            `enabled`, and, if so, what `Prefetcher.found` says.
         """
         if self._prefetcher is None:
             return {"enabled": False}
@@ -303,8 +303,8 @@ class SchedulerSide:
             keys = compat.prompt_keys(tokens, cache_salt, group, self.view.hash_block_size, algorithm)
             keys = keys[: (len(tokens) - 1) // group.block_size]  # a prompt's last token is always computed
         with self._lock:
-            found = self._prefetcher.hint(scope_of(cache_salt, caller), session_name(session), keys)
-        return {"enabled": True, **found}
+            hinted = self._prefetcher.hint(scope_of(cache_salt, caller), session_name(session), keys)
+        return {"enabled": True, **self._prefetcher.found(hinted)}
 
     def may_prefetch(self) -> dict[str, Any]:
         """Whether a step may have something to prefetch, in an engine that takes none. Any thread."""

@@ -6,12 +6,14 @@ import importlib
 import random
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvortex.cache.index import KeyState
 from kvortex.cache.prefetch.budget import Cause
+from kvortex.cache.prefix import GroupShape
 from kvortex.cache.sessions.rhythm import HABITS
 from kvortex.cache.sessions.session import Scope
 from kvortex.keys import block_key
@@ -20,6 +22,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("vllm", reason="vLLM is not installed")
     mini = importlib.import_module("tests.fakes.mini_vllm")
+    compat = importlib.import_module("kvortex.vllm_plugin.compat")
 
 MiniVllm, request, hashes_of, BLOCK_SIZE = mini.MiniVllm, mini.request, mini.hashes_of, mini.BLOCK_SIZE
 
@@ -319,6 +322,42 @@ def test_a_hint_brings_a_session_back_and_tells_what_was_found() -> None:
     engine.run()
     assert in_vram(engine, 1, 20) > 0
     assert engine.side.hint("b", None)["known"] is False
+
+
+def test_a_long_prompt_that_is_hinted_is_not_gone_through_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine would stand still for as long."""
+    engine = MiniVllm()
+    a_lost_session(engine, blocks=50)
+    index, lock = engine.side._index, engine.side._lock
+    match, under_lock = index.match, []
+
+    def counted(keys: Any) -> list[int]:
+        found = match(keys)
+        if lock._is_owned():
+            under_lock.append(len(found))
+        return found
+
+    monkeypatch.setattr(index, "match", counted)
+    assert engine.side.hint("a", None)["ram_blocks"] == 50
+    assert under_lock == [1]
+
+
+def test_a_hinted_prompt_is_hashed_with_pauses_to_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler's thread would wait for the interpreter."""
+    kv_cache_utils = importlib.import_module("vllm.v1.core.kv_cache_utils")
+    hash_of = importlib.import_module("vllm.utils.hashing").sha256
+    kv_cache_utils.init_none_hash(hash_of)
+    patient_hash = importlib.import_module("kvortex.vllm_plugin.patient_hash")
+    clock, pauses = iter(range(1000)), []
+    monkeypatch.setattr(patient_hash, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=pauses.append))
+    tokens = list(range(20 * BLOCK_SIZE))
+    keys = compat.prompt_keys(tokens, None, GroupShape(0, BLOCK_SIZE), BLOCK_SIZE, "sha256")
+    last = kv_cache_utils.NONE_HASH
+    for i, key in enumerate(keys):
+        block = tuple(tokens[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE])
+        last = kv_cache_utils.hash_block_tokens(hash_of, last, block, None)
+        assert key == block_key(last, 0)
+    assert len(keys) == len(pauses) == 20
 
 
 def test_a_hint_names_sessions_of_its_own_scope_only() -> None:

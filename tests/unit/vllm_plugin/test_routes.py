@@ -35,8 +35,26 @@ def test_the_server_prefetches_as_its_engines_do(given: dict[str, Any], prefetch
     transfer = SimpleNamespace(
         kv_connector="KVortexConnector", engine_id="e", kv_connector_extra_config={"ram_cache_size": "1GB", **given}
     )
-    config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(data_parallel_size=1))
-    assert Engines.of(config) == Engines(("e",), prefetch)
+    config: Any = SimpleNamespace(
+        kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(data_parallel_size=1),
+        model_config=SimpleNamespace(max_model_len=4096),
+    )
+    assert Engines.of(config) == Engines(("e",), prefetch, most_tokens=4096)
+
+
+def test_of_a_hinted_prompt_the_engine_hears_no_more_than_a_request_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def ask(engine_id: str, question: str, **parameters: Any) -> dict[str, Any]:
+        told.append((engine_id, question, parameters["tokens"]))
+        return {"enabled": True}
+
+    monkeypatch.setattr("kvortex.vllm_plugin.engines.ask_engine", ask)
+    engines = Engines(("e",), True, most_tokens=4)
+    for tokens in ([1, 2, 3, 4, 5, 6], [1, 2], None):
+        engines.hint(None, tokens, None, "")
+    assert told == [("e", "hint", [1, 2, 3, 4]), ("e", "hint", [1, 2]), ("e", "hint", None)]
 
 
 class Answering(Engines):
