@@ -9,6 +9,8 @@ from tests.e2e.engine import Engine, prompt
 from tests.gpu.trial_engine import Played, StalledError, play
 from tests.gpu.trial_sizes import Size
 
+FIRST_PREEMPTIONS = 300
+
 
 def same_prompts(vllm: Engine, size: Size, rounds: int | None = None) -> dict[str, Any]:
     """B03: the answers of each round, in the prompts' order; asked in another order each time."""
@@ -28,7 +30,8 @@ Answers = list[tuple[int, ...]]
 
 
 def under_pressure(vllm: Engine, size: Size, runs: int) -> dict[str, Any]:
-    """B23: requests that are preempted and come back; the answers of each run, and how often that was.
+    """B23: requests that are preempted and come back; the answers of each run, and how often that was. Of the first
+    preemptions: free blocks, requests that run, requests that wait, and the request's tokens.
 
     A second run asks so few at a time that nobody is preempted: what decoding wrote and what a prefill of the same
     tokens writes then have to be the same, too.
@@ -37,18 +40,26 @@ def under_pressure(vllm: Engine, size: Size, runs: int) -> dict[str, Any]:
     prompts = [prompt(5000 + seed, length) for seed in range(num)]
     scheduler, preempt = vllm.scheduler, vllm.scheduler._preempt_request
     num_preempted = 0
+    first: list[tuple[int, int, int, int]] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal num_preempted
         num_preempted += 1
-        return preempt(*args, **kwargs)
+        if len(first) < FIRST_PREEMPTIONS:
+            running = len(scheduler.running)
+            first.append(
+                (vllm.free_blocks, running, scheduler.get_num_unfinished_requests() - running, request.num_tokens)
+            )
+        return preempt(request, *args, **kwargs)
 
     scheduler._preempt_request = counted
     try:
-        said = [play(vllm, prompts, answer, at_once).answers for at_once in (num, max(1, num // 8))[:runs]]
+        played = [play(vllm, prompts, answer, at_once) for at_once in (num, max(1, num // 8))[:runs]]
     finally:
         scheduler._preempt_request = preempt
-    return {"prompts": prompts, "runs": said, "preempted": num_preempted}
+    said = [one.answers for one in played]
+    walls = [round(one.wall_s, 2) for one in played]
+    return {"prompts": prompts, "runs": said, "preempted": num_preempted, "first": first, "wall_s": walls}
 
 
 def returning_sessions(vllm: Engine, size: Size, runs: int) -> dict[str, Any]:
