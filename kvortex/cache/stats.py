@@ -102,6 +102,15 @@ class Ledger:
         self.new_prompts += seen_tokens == 0
         self.seen_tokens += seen_tokens
 
+    def in_words(self) -> str:
+        """Did it help?"""
+        return (
+            f"of {self.queried} prompt tokens {self.vram_hit} came from VRAM, {self.ram_hit} from RAM; stored "
+            f"{self.store.blocks} blocks, loaded {self.load.blocks} in {self.load.seconds:.3f} s "
+            f"({self.with_step_blocks} of them with their step), {self.vram_lost} VRAM blocks were taken before they "
+            "were copied"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """The counters in the shape of `/kvortex/stats`."""
         return {

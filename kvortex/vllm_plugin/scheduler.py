@@ -18,16 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import kvortex
 from kvortex.cache.costs import StepCosts
 from kvortex.cache.gate import Gate
-from kvortex.cache.holdings import BlockOrder, ram_holdings, vram_holdings
+from kvortex.cache.holdings import BlockOrder
 from kvortex.cache.index import BlockIndex, KeyState
 from kvortex.cache.load_choice import LoadChoice
 from kvortex.cache.losses import LossRecord
 from kvortex.cache.misses import Miss, MissExplainer
 from kvortex.cache.planner import OffloadPlanner
-from kvortex.cache.prefetch.budget import PrefetchCount
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
 from kvortex.cache.residency import Residency
 from kvortex.cache.sessions.session import scope_of, session_name
@@ -40,8 +38,9 @@ from kvortex.vllm_plugin.copy_ends import CopyEnds
 from kvortex.vllm_plugin.jobs import JobBook, LoadJob
 from kvortex.vllm_plugin.pool_view import PoolView
 from kvortex.vllm_plugin.prefetcher import Prefetcher
-from kvortex.vllm_plugin.request_log import EndedRequest, RequestLog, counts
+from kvortex.vllm_plugin.request_log import EndedRequest, RequestLog
 from kvortex.vllm_plugin.requests import RequestState
+from kvortex.vllm_plugin.statistics import Statistics
 from kvortex.vllm_plugin.step_log import StepLog
 
 if TYPE_CHECKING:
@@ -89,13 +88,14 @@ class SchedulerSide:
         self._costs = StepCosts()
         self._choice = LoadChoice(self._costs, clock)
         self._steps = StepLog()
-        self._started_at = self._planned_at = clock()
+        self._planned_at = clock()
         self._lock = threading.RLock()  # taken again where vLLM's pool tells of what is done under it
         self._view: PoolView | None = None
         self._planner: OffloadPlanner | None = None
         self._prefetcher: Prefetcher | None = None
         self._admission: Admission | None = None
         self._ends: CopyEnds | None = None
+        self._statistics: Statistics | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:
         """vLLM has built its block pool; called once, before any request."""
@@ -126,6 +126,17 @@ class SchedulerSide:
                 self._requests,
                 self._planner,
                 self._prefetcher,
+            )
+            self._statistics = Statistics(
+                self._facts,
+                self._index,
+                self._residency,
+                self._ledger,
+                self._gate,
+                self.view,
+                self._prefetcher,
+                self._request_log,
+                self._clock,
             )
 
     def _make_prefetcher(self, pool: BlockPool) -> Prefetcher | None:
@@ -158,6 +169,11 @@ class SchedulerSide:
     def ends(self) -> CopyEnds:
         assert self._ends is not None, "vLLM has not bound its block pool yet"
         return self._ends
+
+    @property
+    def statistics(self) -> Statistics:
+        assert self._statistics is not None, "vLLM has not bound its block pool yet"
+        return self._statistics
 
     # ---- a request arrives ---------------------------------------------------------------------------------------
 
@@ -457,67 +473,16 @@ class SchedulerSide:
     def snapshot(self) -> dict[str, Any]:
         """The document of `/kvortex/stats`. Any thread; costs the same however many blocks there are."""
         with self._lock:
-            view, index, facts = self.view, self._index, self._facts
-            return {
-                "kvortex": kvortex.__version__,
-                "vllm": facts.vllm_version,
-                "model": facts.model,
-                "uptime_s": round(self._clock() - self._started_at, 3),
-                "block_size": facts.block_size,
-                "ranks": facts.num_ranks,
-                "tiers": {
-                    "vram": {
-                        "capacity_bytes": view.capacity_blocks * facts.server_block_bytes,
-                        "capacity_blocks": view.capacity_blocks,
-                        "resident_blocks": self._residency.resident_blocks,
-                        "clean_blocks": self._residency.clean_blocks,
-                        "in_use_blocks": view.in_use_blocks,
-                    },
-                    "ram": {
-                        "capacity_bytes": index.num_slots * facts.server_block_bytes,
-                        "used_bytes": index.ready * facts.server_block_bytes,
-                        "capacity_blocks": index.num_slots,
-                        "used_blocks": index.ready,
-                        "pinned_blocks": index.pinned,
-                        "quarantined_blocks": index.quarantined,
-                    },
-                },
-                **self._ledger.as_dict(),
-                "verify": {"mode": self._verifies.value, **self._ledger.verify_as_dict()},
-                "admission": {"waited": self._gate.waited, "overdue": self._gate.overdue},
-                "prefetch": (PrefetchCount() if self._prefetcher is None else self._prefetcher.budget.count).as_dict(),
-                "sessions": {
-                    "known": 0 if self._prefetcher is None else len(self._prefetcher.book),
-                    "active": len(self._requests),
-                },
-                "request_log": counts() if self._request_log is None else self._request_log.counts(),
-            }
+            return self.statistics.snapshot(active=len(self._requests))
 
     def blocks(self, top: int, by: str) -> dict[str, Any]:
         """The engine's part of `/kvortex/blocks`. Any thread; takes no lock, so the scheduler never waits for it."""
-        block_bytes = self._facts.server_block_bytes
-        return {
-            "ram": ram_holdings(self._index, top, BlockOrder(by), block_bytes),
-            "vram": vram_holdings(self._residency, self.view.in_use, top, block_bytes),
-        }
+        return self.statistics.blocks(top, BlockOrder(by))
 
     def log_totals(self) -> None:
         """One line at the end: did it help?"""
         with self._lock:
-            counted = self._ledger.as_dict()
-        tokens, store, load = counted["tokens"], counted["store"], counted["load"]
-        logger.info(
-            "KVortex at its end: of %d prompt tokens %d came from VRAM, %d from RAM; stored %d blocks, loaded %d "
-            "in %.3f s (%d of them with their step), %d VRAM blocks were taken before they were copied",
-            tokens["queried"],
-            tokens["vram_hit"],
-            tokens["ram_hit"],
-            store["blocks"],
-            load["blocks"],
-            load["seconds"],
-            load["with_step_blocks"],
-            counted["evicted"]["vram_uncopied_blocks"],
-        )
+            logger.info("KVortex at its end: %s", self._ledger.in_words())
 
 
 class _PoolEvents:
