@@ -1,7 +1,8 @@
 """What a vLLM server leaves on this machine when SIGKILL ends all of its processes at once; removed at the next start.
 
-Shared memory for messages between its processes, some 400 MB a server, and the files of its sockets. A server that
-ends in any other way removes them itself; KVortex's own memory and socket have no name in any file system.
+Shared memory for messages between its processes, some 400 MB a server, the files of its sockets, and, where it was
+killed while it started, semaphores of Python's. A server that ends in any other way removes them itself; KVortex's own
+memory and socket have no name in any file system.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-_SHARED: Final = re.compile(r"psm_[0-9a-f]{8}")
+_SHARED: Final = re.compile(r"psm_[0-9a-f]{8}|sem\.mp-[a-z0-9_]{8}")
 _SOCKET: Final = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")
 _CHUNKS: Final = 10
 """Of vLLM's message queue; each is a whole number of MiB, and has a byte for its writer and one for each reader."""
 _MOST_READERS: Final = 128
+_SEMAPHORE_BYTES: Final = 32
+"""Of the C library's, on a 64-bit machine. Whoever may still give one to another process has it mapped."""
 _LEAST_AGE_S: Final = 60.0
 """What is younger may be waiting for the process that it was made for."""
 
@@ -43,12 +46,12 @@ def remove_leftovers(
     shared: Path = Path("/dev/shm"),
     proc: Path = Path("/proc"),
 ) -> Removed:
-    """Removes this user's queues and sockets of vLLM that no process has any more.
+    """Removes this user's queues, semaphores and sockets that no process has any more.
 
-    In a container no queue is: `/dev/shm` may be another's too, whose processes cannot be seen from there.
+    In a container only sockets are: `/dev/shm` may be another's too, whose processes cannot be seen from there.
     """
     folder = Path(environment.get("VLLM_RPC_BASE_PATH", tempfile.gettempdir()))
-    dead = [*(_dead_queues(shared, proc) if _sees_all(proc) else []), *_dead_sockets(folder)]
+    dead = [*(_dead_memory(shared, proc) if _sees_all(proc) else []), *_dead_sockets(folder)]
     files = shared_bytes = 0
     for path, num_bytes in dead:
         try:
@@ -82,16 +85,20 @@ def _sees_all(proc: Path) -> bool:
         return False
 
 
-def _dead_queues(shared: Path, proc: Path) -> list[tuple[Path, int]]:
+def _dead_memory(shared: Path, proc: Path) -> list[tuple[Path, int]]:
     found = [
-        (path, status.st_size)
+        (path, status)
         for path, status in _old_ones(shared, _SHARED)
-        if stat.S_ISREG(status.st_mode) and _is_queue(status.st_size)
+        if stat.S_ISREG(status.st_mode) and _is_servers(path, status.st_size)
     ]
     if not found:
         return []
     mapped = _mapped(proc)
-    return [(path, size) for path, size in found if mapped and str(path) not in mapped]
+    return [(path, status.st_size) for path, status in found if mapped and (status.st_dev, status.st_ino) not in mapped]
+
+
+def _is_servers(path: Path, num_bytes: int) -> bool:
+    return num_bytes == _SEMAPHORE_BYTES if path.name.startswith("sem.") else _is_queue(num_bytes)
 
 
 def _is_queue(num_bytes: int) -> bool:
@@ -100,15 +107,22 @@ def _is_queue(num_bytes: int) -> bool:
     return num_bytes > flags and flags % _CHUNKS == 0 and 2 * _CHUNKS <= flags <= (1 + _MOST_READERS) * _CHUNKS
 
 
-def _mapped(proc: Path) -> set[str]:
-    """Files that processes have mapped, of those that may be looked into."""
-    found: set[str] = set()
+def _mapped(proc: Path) -> set[tuple[int, int]]:
+    """Files that processes have mapped, of those that may be looked into: devices and inodes.
+
+    By name a semaphore would not be found: it is mapped before it gets its own.
+    """
+    found: set[tuple[int, int]] = set()
     for maps in proc.glob("[0-9]*/maps"):
         try:
             lines = maps.read_text(errors="replace").splitlines()
         except OSError:
             continue  # it has ended, or is another's
-        found.update(parts[5] for line in lines if len(parts := line.split(maxsplit=5)) == 6)
+        for line in lines:
+            _, _, _, device, inode, *_ = line.split(maxsplit=5)
+            if inode != "0":
+                major, minor = (int(part, 16) for part in device.split(":"))
+                found.add((os.makedev(major, minor), int(inode)))
     return found
 
 

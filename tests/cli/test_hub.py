@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,10 +59,8 @@ def test_every_command_tells_the_same_and_never_the_token(
     hub: FakeHub, tmp_path: Path, model: str, token: str, said: str, reason: str, is_absent: bool
 ) -> None:
     token_of = {"HF_TOKEN": token} if token else {}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
     doctor = run(hub, tmp_path, "doctor", "--model", model, "--json", **token_of)
-    serve = run(hub, tmp_path, "serve", model, "--port", port, "--set", "kv_cache.ram_cache_size=1MB", **token_of)
+    serve = run(hub, tmp_path, "serve", model, "--uds", "s", "--set", "kv_cache.ram_cache_size=1MB", **token_of)
     init = run(hub, tmp_path, "init", model, **token_of)
     findings = {finding["check"]: finding for finding in json.loads(doctor.stdout)["findings"]}
     assert (doctor.returncode, findings["model"]["status"]) == (1, "fail")

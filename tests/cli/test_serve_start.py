@@ -40,12 +40,6 @@ def model(clean_environment: None, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
-@pytest.fixture
 def became(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(serve_module.os, "execve", lambda *call: calls.append(call))
@@ -145,11 +139,11 @@ def test_what_is_no_port_is_refused(kvortex: Any, became: list[Any], port: str) 
     ],
 )
 def test_expandable_segments_are_refused_before_vllm_does(
-    kvortex: Any, became: list[Any], free_port: str, monkeypatch: pytest.MonkeyPatch, value: str, refused: bool
+    kvortex: Any, became: list[Any], monkeypatch: pytest.MonkeyPatch, value: str, refused: bool
 ) -> None:
     """Field trial B56."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", value)
-    result = kvortex("serve", "M", *SMALL, "--port", free_port)
+    result = kvortex("serve", "M", *SMALL, "--uds", "s")
     assert result.code == (1 if refused else 0)
     assert (became == []) is refused
     if refused:
@@ -158,7 +152,7 @@ def test_expandable_segments_are_refused_before_vllm_does(
         assert hint == "hint: take expandable_segments:True out of PYTORCH_CUDA_ALLOC_CONF"
         assert kvortex("serve", "M", *SMALL, "--dry-run").code == 0
         for spared in (("--enable-sleep-mode",), ("--set", "kv_cache.backend=none")):
-            assert kvortex("serve", "M", *SMALL, "--port", free_port, *spared).code == 0
+            assert kvortex("serve", "M", *SMALL, "--uds", "s", *spared).code == 0
         # The user's value goes on as it is.
         assert became[0][2]["PYTORCH_CUDA_ALLOC_CONF"] == value
 
@@ -183,10 +177,10 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(kvortex: Any, became: li
     assert became == []
 
 
-def test_a_model_that_is_not_there_is_refused(kvortex: Any, became: list[Any], free_port: str) -> None:
+def test_a_model_that_is_not_there_is_refused(kvortex: Any, became: list[Any]) -> None:
     """Field trial B55."""
     for name in ("./nowhere", "/no/such/model", "~nobody-is-called-so/model", "a/b/c", "/no/such/model.gguf"):
-        for mode in (("--port", free_port), ("--dry-run",)):
+        for mode in (("--uds", "s"), ("--dry-run",)):
             result = kvortex("serve", name, *SMALL, *mode)
             assert (result.code, result.out) == (2, "")
             assert result.err.splitlines() == [
@@ -196,10 +190,10 @@ def test_a_model_that_is_not_there_is_refused(kvortex: Any, became: list[Any], f
     assert became == []
 
 
-def test_a_model_that_only_vllm_can_find_is_left_to_it(kvortex: Any, became: list[Any], free_port: str) -> None:
+def test_a_model_that_only_vllm_can_find_is_left_to_it(kvortex: Any, became: list[Any]) -> None:
     (Path("M") / "config.json").unlink()
     for name in ("M", "s3://bucket/model"):
-        assert kvortex("serve", name, *SMALL, "--port", free_port).code == 0
+        assert kvortex("serve", name, *SMALL, "--uds", "s").code == 0
     assert len(became) == 2
 
 
@@ -216,7 +210,6 @@ def test_a_model_that_only_vllm_can_find_is_left_to_it(kvortex: Any, became: lis
 def test_a_small_dev_shm_is_refused_where_vllm_talks_through_it(
     kvortex: Any,
     became: list[Any],
-    free_port: str,
     monkeypatch: pytest.MonkeyPatch,
     free: int | None,
     arguments: tuple[str, ...],
@@ -229,7 +222,7 @@ def test_a_small_dev_shm_is_refused_where_vllm_talks_through_it(
     monkeypatch.setattr("kvortex_cli.serve._machine", lambda _: MachineFacts(10**9, 2))
     memory = SharedMemory(64 << 20, free) if free is not None else None
     monkeypatch.setattr("kvortex.hardware.memory.read_shared_memory", lambda: memory)
-    result = kvortex("serve", "M", *SMALL, "--port", free_port, *arguments)
+    result = kvortex("serve", "M", *SMALL, "--uds", "s", *arguments)
     assert result.code == (1 if refused else 0), result.err
     assert len(became) == (0 if refused else 1)
     if refused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import socket
 import time
@@ -74,6 +75,21 @@ def test_a_queue_that_a_process_has_mapped_stays(folder: Path) -> None:
     assert remove(folder).files == 1
 
 
+def test_a_semaphore_goes_with_the_last_process_that_has_it(folder: Path) -> None:
+    """A real one, where Python makes them."""
+    semaphore = multiprocessing.get_context("spawn").Semaphore()
+    path = Path("/dev/shm", f"sem.{semaphore._semlock.name.lstrip('/')}")
+    make_old(path)
+    found = leftovers._dead_memory(path.parent, Path("/proc"))
+    assert path not in [one for one, _ in found]
+    # What SIGKILL leaves: the file, and nobody who has it.
+    copy = folder / path.name
+    copy.write_bytes(path.read_bytes())
+    make_old(copy)
+    assert remove(folder) == Removed(1, 32)
+    assert not copy.exists()
+
+
 def test_a_queue_that_was_just_made_stays(folder: Path) -> None:
     path = queue(folder)
     os.utime(path)
@@ -83,7 +99,16 @@ def test_a_queue_that_was_just_made_stays(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("psm_0123abcd", 160 * 2**20), ("psm_0123abcd", 4096), ("psm_0123abcd", 20), ("other", QUEUE), ("psm_x", QUEUE)],
+    [
+        ("sem.mp-0123abcd", 33),
+        ("sem.loky-0123abcd", 32),
+        ("psm_0123abcd", 32),
+        ("psm_0123abcd", 160 * 2**20),
+        ("psm_0123abcd", 4096),
+        ("psm_0123abcd", 20),
+        ("other", QUEUE),
+        ("psm_x", QUEUE),
+    ],
 )
 def test_what_is_not_vllms_stays(folder: Path, name: str, size: int) -> None:
     path = queue(folder, name, size)
