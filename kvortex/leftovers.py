@@ -24,7 +24,8 @@ _CHUNKS: Final = 10
 """Of vLLM's message queue; each is a whole number of MiB, and has a byte for its writer and one for each reader."""
 _MOST_READERS: Final = 128
 _SEMAPHORE_BYTES: Final = 32
-"""Of the C library's, on a 64-bit machine. Whoever may still give one to another process has it mapped."""
+"""Of the C library's, on a 64-bit machine. Whoever may still give one to another process has it mapped. One that nobody
+has may be another Python program's as well: it is of no use to it either, and is not told of as vLLM's."""
 _LEAST_AGE_S: Final = 60.0
 """What is younger may be waiting for the process that it was made for."""
 
@@ -34,7 +35,7 @@ _INITIAL_NAMESPACE: Final = 0xEFFFFFFC
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Files that were removed; bytes of memory that they held."""
+    """Files that were removed; bytes of memory that queues among them held."""
 
     files: int = 0
     shared_bytes: int = 0
@@ -94,11 +95,19 @@ def _dead_memory(shared: Path, proc: Path) -> list[tuple[Path, int]]:
     if not found:
         return []
     mapped = _mapped(proc)
-    return [(path, status.st_size) for path, status in found if mapped and (status.st_dev, status.st_ino) not in mapped]
+    return [
+        (path, 0 if _is_semaphore(path) else status.st_size)
+        for path, status in found
+        if mapped and (status.st_dev, status.st_ino) not in mapped
+    ]
 
 
 def _is_servers(path: Path, num_bytes: int) -> bool:
-    return num_bytes == _SEMAPHORE_BYTES if path.name.startswith("sem.") else _is_queue(num_bytes)
+    return num_bytes == _SEMAPHORE_BYTES if _is_semaphore(path) else _is_queue(num_bytes)
+
+
+def _is_semaphore(path: Path) -> bool:
+    return path.name.startswith("sem.")
 
 
 def _is_queue(num_bytes: int) -> bool:
