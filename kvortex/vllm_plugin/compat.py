@@ -246,6 +246,17 @@ def prompt_work_of(scheduler_output: SchedulerOutput) -> PromptWork:
     return work
 
 
+def loads_wait_for_kernels(vllm_config: VllmConfig) -> None:
+    """Tells vLLM that what a preempted request lets go may be given to others at once, as without a connector.
+
+    With async scheduling vLLM else keeps such blocks back until the step under way has ended, lest a load write them
+    before that step's kernels do; and 0.26 preempts one request after another meanwhile, none of which frees a block
+    (docs/trials.md, B23). KVortex's loads wait for those kernels. vLLM goes by the role alone, which its scheduler asks
+    for nothing else; it is changed here, for other processes keep asking theirs.
+    """
+    vllm_config.kv_transfer_config.kv_role = "kv_producer"
+
+
 def drops_last_block(vllm_config: VllmConfig) -> bool:
     """Speculative decoding that needs the last matched block's hidden states recomputed."""
     speculative = vllm_config.speculative_config

@@ -79,6 +79,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         self._stats: StatsServer | None = None
         self._request_log: RequestLog | None = None
         if role is KVConnectorRole.SCHEDULER:
+            compat.loads_wait_for_kernels(vllm_config)
             groups = compat.group_shapes(kv_cache_config)
             policy = make_policy(
                 facts.settings.eviction_policy, facts.num_slots, idle_after_s=facts.settings.idle_after

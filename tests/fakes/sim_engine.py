@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.fakes.clock import FakeClock
-from tests.fakes.tag_device import LAYERS, POISON, TagDevice, Tags
+from tests.fakes.tag_device import LAYERS, POISON, StreamPoint, TagDevice, Tags
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -93,7 +93,9 @@ def vllm_config(folder: Path, *, overlap: bool, max_running: int) -> VllmConfig:
             kv_connector="KVortexConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
         ),
     )
-    return arguments.create_engine_config()
+    config = arguments.create_engine_config()
+    config.scheduler_config.async_scheduling = overlap  # vLLM's CPU build turns it off
+    return config
 
 
 class Wish:
@@ -386,4 +388,4 @@ class _NoServer:
         pass
 
 
-__all__ = ["BLOCK_SIZE", "POISON", "SimEngine", "Wish", "vllm_config"]
+__all__ = ["BLOCK_SIZE", "POISON", "SimEngine", "StreamPoint", "Wish", "vllm_config"]

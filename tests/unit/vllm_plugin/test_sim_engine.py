@@ -49,6 +49,7 @@ def make(configs: dict[bool, Any]) -> Iterator[Make]:
         settings = {"offload_threshold": 0.0, "prefetch_enabled": False, "transfer_timeout": 10.0}
         options = {"num_slots": 300, **options}
         config = configs[options.pop("overlap", False)]
+        config.kv_transfer_config.kv_role = "kv_both"  # the engine before this one changed it
         engine = sim.SimEngine(config, settings=settings | options.pop("settings", {}), **options)
         engine.side._choice.way = lambda *_, **__: Way.BEFORE_STEP
         made.append(engine)
@@ -402,6 +403,57 @@ def test_a_client_that_gives_up_while_queued(make: Make, overlap: bool) -> None:
     assert engine.side._index.ready_slots(keys) == {}
     assert engine.ordered["stores"] >= stores
     engine.add("2", talk(1, 60), max_tokens=3)
+    run(engine)
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_what_a_preempted_request_lets_go_is_free_while_its_step_is_under_way(
+    make: Make, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    """Field trial B23. The control: a vLLM that is not told keeps it back, and 0.26 preempts one after another."""
+    if not told:
+        monkeypatch.setattr(compat, "loads_wait_for_kernels", lambda config: None)
+    engine = make(num_blocks=30, overlap=True)
+    engine.add("a", talk(1, 40), max_tokens=8)
+    engine.schedule()
+    free = engine.pool.get_num_free_blocks()
+    engine.scheduler._preempt_request(engine.scheduler.running.pop(), 0.0)
+    assert (engine.pool.get_num_free_blocks() > free) == told
+    run(engine)
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_load_into_blocks_that_a_preempted_requests_step_still_writes_comes_behind_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Why vLLM need not keep such blocks back. The control: loads that wait for no kernel."""
+    engine = make(num_blocks=20, overlap=True)
+    (device,) = engine.devices
+    in_ram_alone(engine, 1, 85)
+    monkeypatch.setattr(engine.side._gate, "must_wait", lambda *_: False)  # for the copies of a's blocks
+    engine.add("a", talk(2, 17 * SIZE - 3), max_tokens=20)
+    for _ in range(5):
+        step(engine)
+    engine.schedule()
+    assert "a" in engine.live
+    assert device.submitted > device.done
+    engine.scheduler._preempt_request(engine.scheduler.running.pop(), 0.0)
+    engine.abort("a")
+    if not waits:
+        fence = sim.StreamPoint(device, 0)
+        monkeypatch.setattr(device, "fence", lambda: fence)
+    engine.add("again", talk(1, 85), max_tokens=3)
+    engine.schedule()
+    device.release(the_load(engine))
+    assert waits == (device.submitted == device.done), "the load alone has run the kernels that it waits for"
+    if not waits:
+        with pytest.raises(AssertionError, match="a reads what is not its own"):
+            engine.take_output()
+        return
+    engine.take_output()
+    engine.take_output()
     run(engine)
     nothing_is_left(engine)
 
