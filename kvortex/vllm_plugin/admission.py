@@ -1,7 +1,7 @@
 """What vLLM is answered when it asks whether a request may be admitted: a hit, how it comes, or "ask again".
 
 another request is bringing the next block     ask again
-what it would displace is not copied yet       ask again (`Gate`)
+what it would displace is not copied yet       ask again (`Gate`), where prompts come back at all (`Returns`)
 this step loads enough                         ask again (`LoadChoice`)
 the hit is quicker computed                    no hit
 else                                           the hit, with the request's step or before it
@@ -20,6 +20,7 @@ from kvortex.cache.load_choice import LoadChoice, Way
 from kvortex.cache.misses import MissExplainer
 from kvortex.cache.prefix import GroupShape, PrefixHit, PrefixMatcher
 from kvortex.cache.residency import Residency
+from kvortex.cache.returns import Returns
 from kvortex.keys import BlockKey
 from kvortex.vllm_plugin.jobs import JobBook
 from kvortex.vllm_plugin.pool_view import PoolView
@@ -35,6 +36,10 @@ Answer = tuple[int | None, bool]
 """Tokens that RAM restores, None to ask again; and whether the request waits for them before it runs."""
 
 LATER: Final[Answer] = (None, False)
+
+WORTH_WAITING: Final = 0.05
+"""Share of prompts that is found from which on a request waits for copies. What one copies in a tenth of the time of
+computing it is worth the wait if a tenth of it is asked for again, or less, since those who run go on meanwhile."""
 
 
 class Admission:
@@ -53,6 +58,7 @@ class Admission:
         choice: LoadChoice,
         steps: StepLog,
     ) -> None:
+        self._returns = Returns(view.capacity_blocks * groups[0].block_size)
         self._facts = facts
         self._groups = groups
         self._view = view
@@ -74,15 +80,12 @@ class Admission:
         state.with_step, state.declined = False, 0
         if state.load_failed or request.skip_reading_prefix_cache:
             return 0, False
+        self._ask(request, state, local_tokens)
         if self._jobs.loading(self.next_key(request, state, local_tokens)):
             return LATER
         if self._must_wait(request, state, local_tokens):
             return LATER
-        hit = self._matcher.match(
-            lambda group: state.keys(request, group, self._view.hash_block_size),
-            request.num_tokens,
-            local_tokens,
-        )
+        hit = self._match(request, state, local_tokens)
         way = self._way(request, hit, num_known) if hit.ram_tokens else Way.COMPUTE
         if way is Way.NEXT_STEP:
             return LATER
@@ -93,6 +96,20 @@ class Admission:
         state.hit, state.with_step = hit, way is Way.WITH_STEP
         self._explain(request, state, hit, declined_tokens)
         return hit.ram_tokens, way is Way.BEFORE_STEP
+
+    def _ask(self, request: Request, state: RequestState, local_tokens: int) -> None:
+        """Of each request once: what of its prompt is there. vLLM asks again while it waits, and if it is preempted."""
+        if state.found_share is None:
+            found = local_tokens + self._match(request, state, local_tokens).ram_tokens
+            state.found_share = found / request.num_tokens
+            self._returns.saw(found, request.num_tokens)
+
+    def _match(self, request: Request, state: RequestState, local_tokens: int) -> PrefixHit:
+        return self._matcher.match(
+            lambda group: state.keys(request, group, self._view.hash_block_size),
+            request.num_tokens,
+            local_tokens,
+        )
 
     def next_key(self, request: Request, state: RequestState, local_tokens: int) -> BlockKey | None:
         """The first block that VRAM does not have. While a load brings it, waiting costs less than a second load."""
@@ -128,7 +145,10 @@ class Admission:
         return self._gate.must_wait(request.request_id, wanted, at_stake)
 
     def _at_stake(self, request: Request, state: RequestState, local_tokens: int, wanted: int) -> bool:
-        """Whether one of the next `wanted` blocks that VRAM takes is due for a copy or being copied."""
+        """Whether one of the next `wanted` blocks that VRAM takes is due for a copy or being copied, and may well be
+        asked for again: this request comes back, or enough of those before it did."""
+        if max(state.found_share or 0.0, self._returns.share) < WORTH_WAITING:
+            return False
         hit: set[BlockKey] = set()  # the request takes these out of VRAM's order before VRAM takes any
         for group in self._groups:
             hit.update(state.keys(request, group, self._view.hash_block_size)[: local_tokens // group.block_size])

@@ -25,6 +25,7 @@ class RequestState:
         with_step: that answer said that the load goes with the request's step.
         declined: blocks of its hit that are quicker computed than loaded.
         explanation: why what that hit does not cover is computed.
+        found_share: of its prompt, in VRAM or RAM when it first asked; None before.
         counted: its prompt tokens are in the ledger, or will be when its load ends.
         load_failed: a load failed it once; it is computed from then on.
         prompted: the eviction policy has heard of its prompt, and is to hear of its answer.
@@ -35,6 +36,7 @@ class RequestState:
     with_step: bool = False
     declined: int = 0
     explanation: Explanation = field(default_factory=Explanation)
+    found_share: float | None = None
     counted: bool = False
     load_failed: bool = False
     prompted: bool = False

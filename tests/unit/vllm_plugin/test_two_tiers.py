@@ -140,6 +140,22 @@ def test_a_request_waits_while_the_blocks_that_it_would_take_are_being_copied() 
     assert server.side.snapshot()["admission"] == {"waited": 1, "overdue": 0}
 
 
+def test_where_nothing_is_ever_found_nobody_waits_for_copies_but_who_comes_back() -> None:
+    def full() -> Server:
+        server = Server(vram=10, ram=100)
+        server.ask(0, 4)
+        server.ask(1, 4)
+        for _ in range(30):
+            server.side.match(server.request(99, 8), 0)  # asks, and is never answered
+            server.side.plan_step(SimpleNamespace(num_scheduled_tokens={}))
+        return server
+
+    server = full()
+    assert server.try_to_admit(server.request(2, 4)) is not None
+    server = full()
+    assert server.try_to_admit(server.request(0, 8)) is None, "VRAM has half of it"
+
+
 def test_a_copy_that_does_not_end_holds_a_request_up_until_the_deadline_only() -> None:
     server = Server(vram=10, ram=100)
     server.ask(0, 4)
