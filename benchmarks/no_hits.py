@@ -85,6 +85,7 @@ def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
         ("store", "blocks"),
         ("load", "blocks"),
         ("admission", "waited"),
+        ("admission", "seconds"),
     ]
     return {f"{kind}_{name}": after[kind][name] - before[kind][name] for kind, name in names}
 

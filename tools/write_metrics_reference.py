@@ -33,7 +33,7 @@ def empty_families() -> list[Metric]:
         "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0, "late_blocks": 0},
         "sessions": {"known": 0, "active": 0},
         "request_log": counts(),
-        "admission": {"waited": 0, "overdue": 0},
+        "admission": {"waited": 0, "overdue": 0, "seconds": 0.0},
     }
     return list(families(document))
 

@@ -31,10 +31,13 @@ class Gate:
         self._clock = clock
         self._first: str | None = None
         self._first_since = 0.0
+        self._is_waiting = False
         self._first_overdue = False
         self._line = NOBODY
         self.waited = 0
         """Requests that were first in line so far."""
+        self.waited_s = 0.0
+        """How long those of them have waited that were let through."""
         self.overdue = 0
         """Those of them that were let through because they had waited for too long."""
 
@@ -54,17 +57,25 @@ class Gate:
 
     def _holds_up(self, request_id: str, at_stake: Callable[[], bool]) -> bool:
         if not at_stake():
+            self._let_through(request_id)
             return False
         now_s = self._clock()
         if self._first != request_id:
             self._first, self._first_since = request_id, now_s
+            self._is_waiting = True
             self._first_overdue = False
             self.waited += 1
         if now_s - self._first_since < MAX_WAIT_S:
             return True
+        self._let_through(request_id)
         self.overdue += not self._first_overdue
         self._first_overdue = True
         return False
+
+    def _let_through(self, request_id: str) -> None:
+        if self._first == request_id and self._is_waiting:
+            self.waited_s += self._clock() - self._first_since
+            self._is_waiting = False
 
     def take_line(self) -> Line:
         """Those that have to wait in this step; the line forms anew in the next."""

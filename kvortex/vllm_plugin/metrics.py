@@ -109,6 +109,11 @@ def families(stats: dict[str, Any]) -> Iterator[Metric]:
     for outcome in ("waited", "overdue"):
         waits.add_metric([outcome], stats["admission"][outcome])
     yield waits
+    yield CounterMetricFamily(
+        "kvortex_admission_wait_seconds",
+        "Time for which the first in line waited until the blocks it displaces were copied",
+        value=stats["admission"]["seconds"],
+    )
     failures = CounterMetricFamily("kvortex_failed_blocks", "Blocks whose copy failed", labels=["direction"])
     failures.add_metric(["store"], stats["failures"]["store"])
     failures.add_metric(["load"], stats["failures"]["load"])

@@ -79,7 +79,11 @@ class Statistics:
             },
             **self._ledger.as_dict(),
             "verify": {"mode": facts.settings.verify, **self._ledger.verify_as_dict()},
-            "admission": {"waited": self._gate.waited, "overdue": self._gate.overdue},
+            "admission": {
+                "waited": self._gate.waited,
+                "overdue": self._gate.overdue,
+                "seconds": round(self._gate.waited_s, 3),
+            },
             "prefetch": (PrefetchCount() if prefetcher is None else prefetcher.budget.count).as_dict(),
             "sessions": {"known": 0 if prefetcher is None else len(prefetcher.book), "active": active},
             "request_log": counts() if self._request_log is None else self._request_log.counts(),

@@ -23,7 +23,7 @@ def stats_document(ledger: Ledger, *, uptime_s: float = 100.0, model: str = "stu
         "verify": {"mode": "off", **ledger.verify_as_dict()},
         "prefetch": {"issued_blocks": 0, "used_blocks": 0, "wasted_blocks": 0, "late_blocks": 0},
         "sessions": {"known": 0, "active": 3},
-        "admission": {"waited": 0, "overdue": 0},
+        "admission": {"waited": 0, "overdue": 0, "seconds": 0.0},
     }
     return {**document, "verdict": judge(document).as_dict()}
 

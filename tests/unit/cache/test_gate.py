@@ -51,6 +51,19 @@ def test_the_first_in_line_is_let_through_at_its_deadline() -> None:
     assert not gate.must_wait("a", 70, unsafe)
     assert gate.must_wait("b", 70, unsafe), "the next one has a deadline of its own"
     assert (gate.waited, gate.overdue) == (2, 1)
+    assert gate.waited_s == MAX_WAIT_S
+
+
+def test_the_time_that_the_first_in_line_waited_is_counted_once() -> None:
+    clock = FakeClock()
+    gate = Gate(clock)
+    gate.must_wait("a", 70, unsafe)
+    clock.advance(0.25)
+    gate.take_line()
+    for _ in range(2):  # vLLM may ask again before it has room
+        assert not gate.must_wait("a", 70, safe)
+        clock.advance(0.25)
+    assert gate.waited_s == 0.25
 
 
 def test_a_request_that_wants_no_block_waits_behind_nobody_for_long() -> None:

@@ -134,10 +134,11 @@ def test_a_request_waits_while_the_blocks_that_it_would_take_are_being_copied() 
     assert server.try_to_admit(behind) is None, "it would take what the first in line waits for"
     server.step()
     server.end_copies()
+    server.clock.advance(0.5)
     assert server.try_to_admit(request) is not None
     server.step()
     assert server.side.snapshot()["evicted"]["vram_uncopied_blocks"] == 0
-    assert server.side.snapshot()["admission"] == {"waited": 1, "overdue": 0}
+    assert server.side.snapshot()["admission"] == {"waited": 1, "overdue": 0, "seconds": 0.5}
 
 
 def test_where_nothing_is_ever_found_nobody_waits_for_copies_but_who_comes_back() -> None:
@@ -165,7 +166,7 @@ def test_a_copy_that_does_not_end_holds_a_request_up_until_the_deadline_only() -
     server.step()
     server.clock.advance(MAX_WAIT_S)
     assert server.try_to_admit(request) is not None
-    assert server.side.snapshot()["admission"] == {"waited": 1, "overdue": 1}
+    assert server.side.snapshot()["admission"] == {"waited": 1, "overdue": 1, "seconds": MAX_WAIT_S}
     server.end_copies()
     assert server.index.ready == 5, "VRAM took two blocks that held nothing, and three before they were copied"
     server.side._index.check()
