@@ -23,7 +23,7 @@ from kvortex.cache.costs import StepCosts
 from kvortex.cache.index import BlockIndex
 from kvortex.cache.prefetch.budget import Cause, PrefetchBudget
 from kvortex.cache.prefetch.demand import Demand
-from kvortex.cache.prefetch.planner import KEEP_S, LEAST_P, PrefetchPlanner
+from kvortex.cache.prefetch.planner import HINT_LASTS_S, KEEP_S, LEAST_P, PrefetchPlanner
 from kvortex.cache.prefetch.target import Target
 from kvortex.cache.prefix import GroupShape
 from kvortex.cache.residency import Residency
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 _WARMED_A_LIFE: Final = 4
 """How often a session that is kept is made warm again, in the time that a block lasts in VRAM."""
+
+_WARMED_A_STEP: Final = 512
+"""Blocks, and one session more: a third of a millisecond."""
 
 _KEYS_A_SLOT: Final = 2
 """Keys that are remembered of silent sessions, for each block that VRAM and RAM can hold."""
@@ -142,6 +145,10 @@ class Prefetcher:
     def _is_safe(self, key: BlockKey) -> bool:
         """RAM has the block too, or it is not worth a copy."""
         return self._residency.is_clean(key) or self._residency.is_given_up(key)
+
+    def keep(self, target: Target) -> None:
+        self._pool.warm(target.keys)
+        self._kept[target.cause, target.name] = target, self._clock()
 
     # ---- requests
 
@@ -252,22 +259,28 @@ class Prefetcher:
         return job
 
     def _keep_warm(self, now: float) -> None:
-        """Moves the blocks of a session that is still expected back to the warm end; one session a step at most.
+        """Moves the blocks of sessions that are still expected back to the warm end.
 
         vLLM may take them at any time; but then it first takes those of sessions that are less likely to return.
         """
-        if not self._kept:
-            return
-        name, (target, warmed_at) = next(iter(self._kept.items()))
-        if now - warmed_at < self._demand.lasts_s(self._pool.free) / _WARMED_A_LIFE:
-            return
-        del self._kept[name]
+        num_warmed = 0
+        while self._kept and num_warmed < _WARMED_A_STEP:
+            name, (target, warmed_at) = next(iter(self._kept.items()))
+            if now - warmed_at < self._demand.lasts_s(self._pool.free) / _WARMED_A_LIFE:
+                return
+            del self._kept[name]
+            num_warmed += 1
+            if self._is_expected(target, now):
+                self._pool.warm(target.keys)
+                self._kept[name] = target, now
+                num_warmed += len(target.keys)
+
+    def _is_expected(self, target: Target, now: float) -> bool:
         session = target.session
         if session is None or not session.is_silent or not self._residency.holds(target.keys[0]):
-            return
-        if self.book.p_return_within(session, now, KEEP_S) >= LEAST_P:
-            self._pool.warm(target.keys)
-            self._kept[name] = target, now
+            return False
+        hinted = session.hinted_at is not None and now - session.hinted_at < HINT_LASTS_S
+        return hinted or self.book.p_return_within(session, now, KEEP_S) >= LEAST_P
 
     def ended(self, job: PrefetchJob) -> int:
         """Every rank has answered. Returns how many blocks are found in VRAM from now on."""
@@ -325,10 +338,13 @@ class Prefetcher:
             keys = session.keys if session is not None and session.is_silent else ()
         else:
             session = self.book.continued_by(scope, keys)
+        if session is not None:
+            self.book.announced(session, self._clock())
         in_vram = self._planner.first_missing(keys)
         to_bring = bool(self._index.match(keys[in_vram : in_vram + 1]))
-        accepted = not to_bring or self._planner.hint(keys, session, self._clock())
-        if to_bring and accepted:
+        there = to_bring or in_vram > 0
+        accepted = not there or self._planner.hint(keys, session, self._clock())
+        if there and accepted:
             self._has_more = True
         return Hinted(known=session is not None, accepted=accepted, keys=keys, in_vram=in_vram)
 

@@ -212,7 +212,12 @@ class PrefetchPlanner:
         self._look_again_at = now + _LOOK_EVERY_S
 
     def _best_guesses(self, now: float, horizon_s: float) -> list[tuple[float, Session]]:
-        likely = [(p, s) for p, s in self._book.likeliest(now, horizon_s, _CONSIDERED) if p >= LEAST_P and s.is_silent]
+        likely = [
+            (p, s)
+            for p, s in self._book.likeliest(now, horizon_s, _CONSIDERED)
+            # Who is announced is not guessed.
+            if s.is_silent and p * self._book.p_unannounced(s) >= LEAST_P
+        ]
         likely.sort(
             key=lambda pair: pair[0] * self._seconds_a_block(pair[1]) / self._waits_s(pair[1], now), reverse=True
         )
@@ -245,11 +250,16 @@ class PrefetchPlanner:
         slots = self._index.match(target.keys[start : start + room])
         if not slots:
             if not target.in_flight:
+                # A session that is about to come is not to lose what it has.
+                if target.cause is Cause.HINT and start and self._budget.allowed(Cause.HINT) > 0:
+                    self._vram.keep(target)
                 self._drop(target)
             return None
         count = min(len(slots), self._budget.allowed(target.cause))
         # What goes would have been there for so long at most, and is not kept.
         lasts_s = self._demand.lasts_s(self._vram.free_blocks)
+        if target.cause is Cause.HINT:  # used by then, and free again
+            lasts_s = min(lasts_s, self._book.announcements.lead_s)
         count = self._vram.takeable(
             count,
             lambda s: self._book.p_return_within(s, now, lasts_s),

@@ -27,6 +27,10 @@ class Vram(Protocol):
         moved out of the way."""
         ...
 
+    def keep(self, target: Target) -> None:
+        """What VRAM has of it is to be taken after all else."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Target:

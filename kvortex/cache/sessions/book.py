@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from kvortex.cache.sessions.announcements import Announcements
 from kvortex.cache.sessions.rhythm import EDGES_S, NUM_BINS, Habit, Rhythms
 from kvortex.cache.sessions.session import Scope, Session
 from kvortex.keys import BlockKey
@@ -60,6 +61,7 @@ class SessionBook:
     def __init__(self, max_keys: int, max_sessions: int = MAX_SESSIONS) -> None:
         assert max_sessions > 0, max_sessions
         self.rhythms = Rhythms()
+        self.announcements = Announcements()
         self._max_keys = max_keys
         self._max_sessions = max_sessions
         self._numbers = itertools.count(1)
@@ -107,9 +109,20 @@ class SessionBook:
             self.rhythms.returned(session.habit, now - session.silent_since)
             self._unlist(session)
             session.spoke_after(now - session.silent_since)
+            self._was_announced(session, now)
         session.requests += 1
         self._sessions.move_to_end(session.number)
         return session
+
+    def announced(self, session: Session, now: float) -> None:
+        """Somebody says that this silent session is about to go on."""
+        if session.is_silent and session.hinted_at is None:
+            session.hinted_at = now
+
+    def _was_announced(self, session: Session, now: float) -> None:
+        session.announces = session.hinted_at is not None
+        self.announcements.returned(None if session.hinted_at is None else now - session.hinted_at)
+        session.hinted_at = None
 
     def _begin(self, scope: Scope, name: str | None) -> Session:
         session = Session(next(self._numbers), scope, name)
@@ -229,6 +242,10 @@ class SessionBook:
         if not session.is_silent:
             return 1.0
         return self.rhythms.p_return_within(session.habit, now - session.silent_since, horizon_s)
+
+    def p_unannounced(self, session: Session) -> float:
+        """The probability that nobody says before that this session goes on."""
+        return 0.0 if session.announces else 1.0 - self.announcements.share
 
     def half_back_in_s(self, session: Session, now: float) -> float:
         """In how many seconds half of those like this silent session are back; infinity where so many never are."""

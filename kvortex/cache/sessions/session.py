@@ -53,6 +53,8 @@ class Session:
         silent_since: when its last request ended, in the book's clock.
         turns: requests that have ended.
         gaps_s: recent silences.
+        hinted_at: when it was announced that it goes on; None where nobody did since it spoke last.
+        announces: its last return was announced.
         issued, used, wasted, late: blocks that were prefetched for it, see `PrefetchCount`.
     """
 
@@ -67,6 +69,8 @@ class Session:
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_GAPS))
     pace: int = 0
     bin: int = 0
+    hinted_at: float | None = None
+    announces: bool = False
     issued: int = 0
     used: int = 0
     wasted: int = 0

@@ -14,7 +14,7 @@ from kvortex.cache.policies import make_policy
 from kvortex.cache.prefetch.budget import WASTE_SHARE, Cause, PrefetchBudget
 from kvortex.cache.prefetch.demand import Demand
 from kvortex.cache.prefetch.planner import HINT_LASTS_S, MAX_TARGETS, PrefetchPlanner
-from kvortex.cache.prefetch.target import Chunk
+from kvortex.cache.prefetch.target import Chunk, Target
 from kvortex.cache.sessions.book import SessionBook
 from kvortex.cache.sessions.rhythm import HABITS
 from kvortex.cache.sessions.session import Scope, Session
@@ -36,6 +36,7 @@ class FakeVram:
         self.free_blocks = capacity
         self.content: dict[BlockKey, Session | None] = {}
         self.taken = 0
+        self.kept: list[Target] = []
 
     def holds(self, key: BlockKey) -> bool:
         return key in self.content
@@ -51,6 +52,9 @@ class FakeVram:
             if owner is not None and p_return(owner) >= below:
                 return unused + i
         return count
+
+    def keep(self, target: Target) -> None:
+        self.kept.append(target)
 
 
 class Stage:
@@ -356,6 +360,60 @@ def test_hints_go_before_guesses_and_waiting_requests_before_hints() -> None:
     brought = stage.bring_all()
     assert brought == keys_of(3, 10) + keys_of(2, 10) + keys_of(1, 10)
     assert guessed.is_silent
+
+
+def test_what_vram_has_of_a_hinted_session_is_kept_and_of_a_guessed_one_not() -> None:
+    stage = generous(Stage(capacity=400))
+    guessed, hinted = stage.talk(1, 10), stage.talk(2, 10)
+    stage.vram.content = dict.fromkeys([*guessed.keys, *hinted.keys])
+    stage.planner.hint(hinted.keys, hinted, stage.clock())
+    assert stage.bring_all() == []
+    assert [target.session for target in stage.vram.kept] == [hinted]
+
+
+def test_hints_that_were_worth_nothing_keep_nothing() -> None:
+    stage = Stage(capacity=400)
+    stage.budget.issued(Cause.HINT, 300)
+    stage.budget.wasted(Cause.HINT, 300)
+    hinted = stage.talk(2, 10)
+    stage.vram.content = dict.fromkeys(hinted.keys)
+    stage.planner.hint(hinted.keys, hinted, stage.clock())
+    assert stage.plan() is None
+    assert stage.vram.kept == []
+
+
+def test_a_session_that_is_announced_each_time_is_not_guessed() -> None:
+    stage = generous(Stage(capacity=400))
+    silent, announced = stage.talk(1, 10), stage.talk(2, 10)
+    stage.book.announced(announced, stage.clock())
+    stage.clock.advance(1.0)
+    stage.book.arrived(NOBODY, "s2", announced.keys, stage.clock())
+    stage.book.ended(announced, announced.keys, 10, 10 * BLOCK_SIZE, stage.clock())
+    stage.book.lost(announced.keys[-1])
+    assert announced.announces
+    assert set(stage.bring_all()) == set(silent.keys)
+
+
+def test_where_all_sessions_are_announced_not_even_a_new_one_is_guessed() -> None:
+    stage = generous(Stage(capacity=400))
+    for _ in range(100):
+        stage.book.announcements.returned(2.0)
+    stage.talk(1, 10)
+    assert stage.bring_all() == []
+
+
+def test_a_hinted_session_goes_before_one_that_returns_later() -> None:
+    """VRAM is full of a session that nearly surely returns, some time; the hinted one comes in a second."""
+    stage = generous(Stage(capacity=20))
+    other, hinted = stage.talk(1, 10, gaps_s=20.0, turns=8), stage.talk(2, 10)
+    for _ in range(100):
+        stage.book.rhythms.returned(other.habit, 20.0)
+    stage.vram.content = dict.fromkeys([*other.keys, *keys_of(7, 10)], other)
+    for _ in range(50):
+        stage.book.announcements.returned(1.0)
+    stage.planner.hint(hinted.keys, hinted, stage.clock())
+    assert stage.book.p_return_within(other, stage.clock(), stage.demand.lasts_s(20)) > 0.9
+    assert stage.bring_all()[:1] == hinted.keys[:1]
 
 
 def test_waiting_requests_are_brought_in_their_order_and_left_when_they_are_served() -> None:

@@ -324,6 +324,20 @@ def test_a_hint_brings_a_session_back_and_tells_what_was_found() -> None:
     assert engine.side.hint("b", None)["known"] is False
 
 
+@pytest.mark.parametrize("hinted", [True, False])
+def test_a_hinted_session_that_vram_still_has_stays_until_it_comes(hinted: bool) -> None:
+    engine = MiniVllm()
+    engine.run(request("first", hashes_of(1, 20), session="a"))
+    assert in_vram(engine, 1, 20) == 20
+    if hinted:
+        engine.side.hint("a", None)
+    engine.run()
+    for number in range(20):
+        engine.clock.advance(0.2)
+        engine.run(request(f"other-{number}", hashes_of(100 + number, 8)))
+    assert (in_vram(engine, 1, 20) == 20) == hinted
+
+
 def test_a_long_prompt_that_is_hinted_is_not_gone_through_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine would stand still for as long."""
     engine = MiniVllm()
