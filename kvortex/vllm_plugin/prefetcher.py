@@ -23,7 +23,7 @@ from kvortex.cache.costs import StepCosts
 from kvortex.cache.index import BlockIndex
 from kvortex.cache.prefetch.budget import Cause, PrefetchBudget
 from kvortex.cache.prefetch.demand import Demand
-from kvortex.cache.prefetch.planner import HINT_LASTS_S, KEEP_S, LEAST_P, PrefetchPlanner
+from kvortex.cache.prefetch.planner import KEEP_S, LEAST_P, PrefetchPlanner
 from kvortex.cache.prefetch.target import Target
 from kvortex.cache.prefix import GroupShape
 from kvortex.cache.residency import Residency
@@ -279,8 +279,7 @@ class Prefetcher:
         session = target.session
         if session is None or not session.is_silent or not self._residency.holds(target.keys[0]):
             return False
-        hinted = session.hinted_at is not None and now - session.hinted_at < HINT_LASTS_S
-        return hinted or self.book.p_return_within(session, now, KEEP_S) >= LEAST_P
+        return self.book.p_return_within(session, now, KEEP_S) >= LEAST_P
 
     def ended(self, job: PrefetchJob) -> int:
         """Every rank has answered. Returns how many blocks are found in VRAM from now on."""

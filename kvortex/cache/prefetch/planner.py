@@ -19,15 +19,13 @@ from kvortex.cache.index import BlockIndex
 from kvortex.cache.prefetch.budget import Cause, PrefetchBudget
 from kvortex.cache.prefetch.demand import Demand
 from kvortex.cache.prefetch.target import Chunk, Target, Vram
+from kvortex.cache.sessions.announcements import HINT_LASTS_S
 from kvortex.cache.sessions.book import SessionBook
 from kvortex.cache.sessions.session import Session
 from kvortex.keys import BlockKey
 
 MAX_TARGETS: Final = 256
 """Bound on hints, and on waiting requests, that are remembered at a time."""
-
-HINT_LASTS_S: Final = 60.0
-"""A hint is dropped after that."""
 
 KEEP_S: Final = 30.0
 """What was brought is kept at the warm end while its session is likely to go on within so long."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+HINT_LASTS_S: Final = 60.0
+"""An announcement is forgotten after that."""
+
 _PRIOR_RETURNS: Final = 8.0
 _REMEMBERED_RETURNS: Final = 64.0
 

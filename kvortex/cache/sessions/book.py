@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from kvortex.cache.sessions.announcements import Announcements
+from kvortex.cache.sessions.announcements import HINT_LASTS_S, Announcements
 from kvortex.cache.sessions.rhythm import EDGES_S, NUM_BINS, Habit, Rhythms
 from kvortex.cache.sessions.session import Scope, Session
 from kvortex.keys import BlockKey
@@ -238,8 +238,9 @@ class SessionBook:
         return sorted(found, key=lambda pair: pair[0], reverse=True)
 
     def p_return_within(self, session: Session, now: float, horizon_s: float) -> float:
-        """The probability that a silent session goes on within the next `horizon_s` seconds; 1 for one that has."""
-        if not session.is_silent:
+        """The probability that a silent session goes on within the next `horizon_s` seconds; 1 for one that has, or of
+        which somebody has just said so."""
+        if not session.is_silent or (session.hinted_at is not None and now - session.hinted_at <= HINT_LASTS_S):
             return 1.0
         return self.rhythms.p_return_within(session.habit, now - session.silent_since, horizon_s)
 

@@ -13,8 +13,9 @@ from kvortex.cache.index import BlockIndex, Reservation
 from kvortex.cache.policies import make_policy
 from kvortex.cache.prefetch.budget import WASTE_SHARE, Cause, PrefetchBudget
 from kvortex.cache.prefetch.demand import Demand
-from kvortex.cache.prefetch.planner import HINT_LASTS_S, MAX_TARGETS, PrefetchPlanner
+from kvortex.cache.prefetch.planner import MAX_TARGETS, PrefetchPlanner
 from kvortex.cache.prefetch.target import Chunk, Target
+from kvortex.cache.sessions.announcements import HINT_LASTS_S
 from kvortex.cache.sessions.book import SessionBook
 from kvortex.cache.sessions.rhythm import HABITS
 from kvortex.cache.sessions.session import Scope, Session
