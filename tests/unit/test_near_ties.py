@@ -47,6 +47,12 @@ def test_a_gap_is_what_the_likeliest_token_is_above_the_one_that_was_said() -> N
     assert worst_gap(question, places) == 1.25
 
 
+def test_a_gap_at_the_tolerance_is_a_near_tie_however_it_is_rounded() -> None:
+    verdict = Verdict((0.5000000596046448, 0.5001), 2, 0.5)
+    assert verdict.ties == [0.5000000596046448]
+    assert verdict.wrong == [0.5001]
+
+
 def test_the_prompt_is_not_judged() -> None:
     assert worst_gap(Question((1, 2), (7,)), [None, {2: -9.0, 3: -0.1}, {7: -0.5}]) == 0
 
