@@ -342,7 +342,7 @@ class Prefetcher:
         in_vram = self._planner.first_missing(keys)
         to_bring = bool(self._index.match(keys[in_vram : in_vram + 1]))
         there = to_bring or in_vram > 0
-        accepted = not there or self._planner.hint(keys, session, self._clock())
+        accepted = not there or self._planner.hint(scope, keys, session, self._clock())
         if there and accepted:
             self._has_more = True
         return Hinted(known=session is not None, accepted=accepted, keys=keys, in_vram=in_vram)

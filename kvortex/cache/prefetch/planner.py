@@ -21,11 +21,14 @@ from kvortex.cache.prefetch.demand import Demand
 from kvortex.cache.prefetch.target import Chunk, Target, Vram
 from kvortex.cache.sessions.announcements import HINT_LASTS_S
 from kvortex.cache.sessions.book import SessionBook
-from kvortex.cache.sessions.session import Session
+from kvortex.cache.sessions.session import Scope, Session
 from kvortex.keys import BlockKey
 
 MAX_TARGETS: Final = 256
 """Bound on hints, and on waiting requests, that are remembered at a time."""
+
+MAX_OF_SCOPE: Final = MAX_TARGETS // 2
+"""Of them, hints of one scope: whoever hints at all there is leaves room for others."""
 
 KEEP_S: Final = 30.0
 """What was brought is kept at the warm end while its session is likely to go on within so long."""
@@ -97,15 +100,23 @@ class PrefetchPlanner:
         """vLLM considers it, or it ended: it loads what it lacks itself."""
         self._queued.pop(request_id, None)
 
-    def hint(self, keys: Sequence[BlockKey], session: Session | None, now: float) -> bool:
-        """Somebody says that these blocks will be asked for soon. False when too many say so."""
+    def hint(self, scope: Scope, keys: Sequence[BlockKey], session: Session | None, now: float) -> bool:
+        """Somebody says that these blocks will be asked for soon. False when too many say so, or this one too often."""
         if not keys:
             return True
         name = session.number if session is not None else keys[-1]
-        if name not in self._hints and len(self._hints) >= MAX_TARGETS:
+        if name not in self._hints and self._is_full_for(scope, now):
             return False
-        self._hints[name] = Target(Cause.HINT, name, keys, session, now)
+        self._hints[name] = Target(Cause.HINT, name, keys, session, now, scope)
         return True
+
+    def _is_full_for(self, scope: Scope, now: float) -> bool:
+        for name, target in list(self._hints.items()):
+            if now - target.asked_at <= HINT_LASTS_S:
+                break
+            del self._hints[name]
+        own = sum(target.scope == scope for target in self._hints.values())
+        return len(self._hints) >= MAX_TARGETS or own >= MAX_OF_SCOPE
 
     def forget_targets(self) -> None:
         """What was known of blocks is not true any more."""

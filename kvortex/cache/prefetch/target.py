@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvortex.cache.prefetch.budget import Cause
-from kvortex.cache.sessions.session import Session
+from kvortex.cache.sessions.session import Scope, Session
 from kvortex.keys import BlockKey
 
 
@@ -41,6 +41,7 @@ class Target:
         keys: of its complete blocks, head first.
         session: whose they are, where that is known.
         asked_at: when it became one.
+        scope: whose hint it is; None where it is none.
         in_flight: chunks under way.
     """
 
@@ -49,6 +50,7 @@ class Target:
     keys: Sequence[BlockKey]
     session: Session | None
     asked_at: float
+    scope: Scope | None = None
     in_flight: int = 0
 
 

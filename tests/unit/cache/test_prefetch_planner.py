@@ -13,7 +13,7 @@ from kvortex.cache.index import BlockIndex, Reservation
 from kvortex.cache.policies import make_policy
 from kvortex.cache.prefetch.budget import WASTE_SHARE, Cause, PrefetchBudget
 from kvortex.cache.prefetch.demand import Demand
-from kvortex.cache.prefetch.planner import MAX_TARGETS, PrefetchPlanner
+from kvortex.cache.prefetch.planner import MAX_OF_SCOPE, MAX_TARGETS, PrefetchPlanner
 from kvortex.cache.prefetch.target import Chunk, Target
 from kvortex.cache.sessions.announcements import HINT_LASTS_S
 from kvortex.cache.sessions.book import SessionBook
@@ -356,7 +356,7 @@ def test_hints_go_before_guesses_and_waiting_requests_before_hints() -> None:
     stage = generous(Stage(capacity=400))
     guessed, hinted = stage.talk(1, 10), stage.talk(2, 10)
     stage.store(keys_of(3, 10))
-    stage.planner.hint(hinted.keys, hinted, stage.clock())
+    stage.planner.hint(NOBODY, hinted.keys, hinted, stage.clock())
     stage.planner.request_waits("r", keys_of(3, 10), None, stage.clock())
     brought = stage.bring_all()
     assert brought == keys_of(3, 10) + keys_of(2, 10) + keys_of(1, 10)
@@ -367,7 +367,7 @@ def test_what_vram_has_of_a_hinted_session_is_kept_and_of_a_guessed_one_not() ->
     stage = generous(Stage(capacity=400))
     guessed, hinted = stage.talk(1, 10), stage.talk(2, 10)
     stage.vram.content = dict.fromkeys([*guessed.keys, *hinted.keys])
-    stage.planner.hint(hinted.keys, hinted, stage.clock())
+    stage.planner.hint(NOBODY, hinted.keys, hinted, stage.clock())
     assert stage.bring_all() == []
     assert [target.session for target in stage.vram.kept] == [hinted]
 
@@ -378,7 +378,7 @@ def test_hints_that_were_worth_nothing_keep_nothing() -> None:
     stage.budget.wasted(Cause.HINT, 300)
     hinted = stage.talk(2, 10)
     stage.vram.content = dict.fromkeys(hinted.keys)
-    stage.planner.hint(hinted.keys, hinted, stage.clock())
+    stage.planner.hint(NOBODY, hinted.keys, hinted, stage.clock())
     assert stage.plan() is None
     assert stage.vram.kept == []
 
@@ -412,7 +412,7 @@ def test_a_hinted_session_goes_before_one_that_returns_later() -> None:
     stage.vram.content = dict.fromkeys([*other.keys, *keys_of(7, 10)], other)
     for _ in range(50):
         stage.book.announcements.returned(1.0)
-    stage.planner.hint(hinted.keys, hinted, stage.clock())
+    stage.planner.hint(NOBODY, hinted.keys, hinted, stage.clock())
     assert stage.book.p_return_within(other, stage.clock(), stage.demand.lasts_s(20)) > 0.9
     assert stage.bring_all()[:1] == hinted.keys[:1]
 
@@ -429,19 +429,33 @@ def test_waiting_requests_are_brought_in_their_order_and_left_when_they_are_serv
 def test_a_hint_is_old_after_a_while_and_no_more_are_kept_than_the_bound() -> None:
     stage = generous(Stage())
     stage.store(keys_of(1, 10))
-    assert stage.planner.hint(keys_of(1, 10), None, stage.clock())
+    assert stage.planner.hint(NOBODY, keys_of(1, 10), None, stage.clock())
     stage.clock.advance(HINT_LASTS_S + 1)
     assert stage.planner.may_plan(stage.clock())
     assert stage.plan() is None
     assert not stage.planner.may_plan(stage.clock())
-    taken = [stage.planner.hint(keys_of(i, 1), None, stage.clock()) for i in range(MAX_TARGETS + 10)]
-    assert taken.count(True) == MAX_TARGETS
+    taken = [stage.planner.hint(NOBODY, keys_of(i, 1), None, stage.clock()) for i in range(MAX_TARGETS + 10)]
+    assert taken.count(True) == MAX_OF_SCOPE
+
+
+def test_a_caller_who_hints_at_all_there_is_leaves_room_for_others_until_his_hints_are_old() -> None:
+    stage = generous(Stage())
+    junk, other, third = Scope(caller="junk"), Scope(caller="other"), Scope(caller="third")
+    for i in range(MAX_TARGETS):
+        stage.planner.hint(junk, keys_of(i, 1), None, stage.clock())
+    assert not stage.planner.hint(junk, keys_of(2000, 1), None, stage.clock())
+    assert stage.planner.hint(junk, keys_of(0, 1), None, stage.clock()), "that one is there"
+    taken = [stage.planner.hint(other, keys_of(3000 + i, 1), None, stage.clock()) for i in range(MAX_TARGETS)]
+    assert taken.count(True) == MAX_TARGETS - MAX_OF_SCOPE
+    assert not stage.planner.hint(third, keys_of(9000, 1), None, stage.clock())
+    stage.clock.advance(HINT_LASTS_S + 1)
+    assert stage.planner.hint(third, keys_of(9000, 1), None, stage.clock())
 
 
 def test_forgotten_targets_are_not_brought() -> None:
     stage = generous(Stage())
     stage.store(keys_of(1, 10))
-    stage.planner.hint(keys_of(1, 10), None, stage.clock())
+    stage.planner.hint(NOBODY, keys_of(1, 10), None, stage.clock())
     stage.planner.request_waits("r", keys_of(1, 10), None, stage.clock())
     stage.planner.forget_targets()
     assert stage.plan() is None
@@ -455,7 +469,7 @@ def test_a_thousand_sessions_that_never_return_waste_within_the_bound(hints: boo
     for i in range(1000):
         session = stage.talk(i, 20, turns=1)
         if hints:
-            stage.planner.hint(session.keys, session, stage.clock())
+            stage.planner.hint(NOBODY, session.keys, session, stage.clock())
         stage.clock.advance(rng.uniform(0.01, 0.3))
         stage.budget.requests_loaded(2)
         before = set(stage.vram.content)
