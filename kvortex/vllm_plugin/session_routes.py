@@ -71,7 +71,8 @@ def make_session_router(check_api_key: Callable[..., None], engines_of: Callable
             raise HTTPException(409, "this server does not prefetch: kv_cache.prefetch_enabled is false, or its model")
         if not found["accepted"]:
             raise HTTPException(429, "too many hints wait already", headers={"Retry-After": "1"})
-        if found["ram_blocks"] and (engine_client := request.app.state.kvortex_engine_client) is not None:
+        there = found["vram_blocks"] or found["ram_blocks"]  # to be kept, or brought
+        if there and (engine_client := request.app.state.kvortex_engine_client) is not None:
             await wake(engine_client)
         return found
 

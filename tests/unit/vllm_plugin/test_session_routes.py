@@ -91,8 +91,14 @@ def test_a_session_is_hinted_and_the_engine_woken() -> None:
     assert app.client.woken == 1
 
 
-def test_an_engine_with_nothing_to_load_sleeps_on() -> None:
+def test_an_engine_is_woken_to_keep_what_vram_has() -> None:
     app = App({**FOUND, "ram_blocks": 0})
+    assert app.hint({"session": "a"}).status_code == 202
+    assert app.client.woken == 1
+
+
+def test_an_engine_with_nothing_to_load_or_keep_sleeps_on() -> None:
+    app = App({**FOUND, "vram_blocks": 0, "ram_blocks": 0})
     assert app.hint({"session": "a"}).status_code == 202
     assert app.client.woken == 0
 
