@@ -73,7 +73,9 @@ def shape_of(options: argparse.Namespace) -> Shape:
         return Shape("tiny", load, 0.0012, 0.1, 0.04, 32, eager)
     load = Workload(sessions, 4, 8192, 512, 128, sessions, options.seed, Vocabulary(1000, 30000))
     graphs = ("--compilation-config", json.dumps(GRAPHS), "--max-num-batched-tokens", "8192")
-    return Shape("8b", load, options.vram_gb, options.ram_gb, 90.0, 128, ("--max-model-len", "16384", *graphs))
+    return Shape(
+        "8b", load, options.vram_gb, options.ram_gb, options.all_gb, 128, ("--max-model-len", "16384", *graphs)
+    )
 
 
 def arguments_of(mode: str, shape: Shape, model: Path) -> list[str]:
@@ -149,6 +151,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vram-gb", type=float, default=24.0)
     parser.add_argument("--ram-gb", type=float, default=70.0)
+    parser.add_argument("--all-gb", type=float, default=90.0, help="of KV in VRAM, mode vram (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--logs", type=Path, help="where the servers' output goes")
     parser.add_argument("--json", type=Path, metavar="FILE")
