@@ -80,12 +80,12 @@ class Admission:
         state.with_step, state.declined = False, 0
         if state.load_failed or request.skip_reading_prefix_cache:
             return 0, False
-        self._ask(request, state, local_tokens)
+        asked = self._first_asked(request, state, local_tokens)
         if self._jobs.loading(self.next_key(request, state, local_tokens)):
             return LATER
         if self._must_wait(request, state, local_tokens):
             return LATER
-        hit = self._match(request, state, local_tokens)
+        hit = self._match(request, state, local_tokens) if asked is None else asked
         way = self._way(request, hit, num_known) if hit.ram_tokens else Way.COMPUTE
         if way is Way.NEXT_STEP:
             return LATER
@@ -97,12 +97,15 @@ class Admission:
         self._explain(request, state, hit, declined_tokens)
         return hit.ram_tokens, way is Way.BEFORE_STEP
 
-    def _ask(self, request: Request, state: RequestState, local_tokens: int) -> None:
+    def _first_asked(self, request: Request, state: RequestState, local_tokens: int) -> PrefixHit | None:
         """Of each request once: what of its prompt is there. vLLM asks again while it waits, and if it is preempted."""
-        if state.found_share is None:
-            found = local_tokens + self._match(request, state, local_tokens).ram_tokens
-            state.found_share = found / request.num_tokens
-            self._returns.saw(found, request.num_tokens)
+        if state.found_share is not None:
+            return None
+        hit = self._match(request, state, local_tokens)
+        found = local_tokens + hit.ram_tokens
+        state.found_share = found / request.num_tokens
+        self._returns.saw(found, request.num_tokens)
+        return hit
 
     def _match(self, request: Request, state: RequestState, local_tokens: int) -> PrefixHit:
         return self._matcher.match(
