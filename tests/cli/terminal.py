@@ -14,8 +14,12 @@ import termios
 import time
 from collections.abc import Callable
 
-_CLAIM = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
-"""Makes the terminal the command's own, as a shell does: it is then told of a new size."""
+_CLAIM = (
+    "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.default_int_handler)"
+)
+"""Makes the terminal the command's own, as a shell does: it is then told of a new size, and Ctrl-C ends it, also where
+the tests run in the background of a script, with SIGINT ignored."""
 _SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _HOME = "\x1b[H"
 
