@@ -148,7 +148,8 @@ class Prefetcher:
 
     def keep(self, target: Target) -> None:
         self._pool.warm(target.keys)
-        self._kept[target.cause, target.name] = target, self._clock()
+        if target.session is not None:  # nobody would know when to let go of a prompt that never comes
+            self._kept[target.cause, target.name] = target, self._clock()
 
     # ---- requests
 

@@ -338,6 +338,20 @@ def test_a_hinted_session_that_vram_still_has_stays_until_it_comes(hinted: bool)
     assert (in_vram(engine, 1, 20) == 20) == hinted
 
 
+def test_prompts_that_are_hinted_and_never_come_are_not_remembered() -> None:
+    engine = MiniVllm()
+    engine.run(request("first", hashes_of(1, 5)))
+    prefetcher = engine.prefetcher
+    prefetcher.book._forget(next(iter(prefetcher.book.recent(1))))
+    keys = [block_key(h, 0) for h in hashes_of(1, 5)]
+    for _ in range(3):
+        hinted = prefetcher.hint(Scope(), None, keys)
+        assert (hinted.known, hinted.accepted, hinted.in_vram) == (False, True, 5)
+        engine.run()
+    assert not prefetcher._planner._hints
+    assert not prefetcher._kept
+
+
 def test_a_long_prompt_that_is_hinted_is_not_gone_through_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine would stand still for as long."""
     engine = MiniVllm()
