@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ _WARMED_A_LIFE: Final = 4
 """How often a session that is kept is made warm again, in the time that a block lasts in VRAM."""
 
 _WARMED_A_STEP: Final = 512
-"""Blocks, and one session more: a third of a millisecond."""
+_WARMED_A_S: Final = 20_000
+"""Blocks that are made warm, and one session more: half a microsecond each, so a hundredth of the scheduler's time."""
 
 _KEYS_A_SLOT: Final = 2
 """Keys that are remembered of silent sessions, for each block that VRAM and RAM can hold."""
@@ -107,6 +109,8 @@ class Prefetcher:
         self._begun = 0  # blocks given to requests that began since the last step
         # What was brought, by when it was made warm: the longest ago first.
         self._kept: OrderedDict[Hashable, tuple[Target, float]] = OrderedDict()
+        self._may_warm: float = _WARMED_A_STEP
+        self._may_warm_at = clock()
         self._in_flight: list[PrefetchJob] = []
         self._has_more = False
 
@@ -147,9 +151,26 @@ class Prefetcher:
         return self._residency.is_clean(key) or self._residency.is_given_up(key)
 
     def keep(self, target: Target) -> None:
+        now = self._clock()
+        warmed_at = self._warm(target, now)
+        if target.session is None:
+            return  # nobody would know when to let go of a prompt that never comes
+        name = target.cause, target.name
+        self._kept[name] = target, warmed_at
+        self._kept.move_to_end(name, last=warmed_at == now)
+
+    def _warm(self, target: Target, now: float) -> float:
+        """When its blocks were moved to the warm end: now, or never, where too much was moved lately."""
+        if not self._has_time_to_warm(now):
+            return -math.inf
         self._pool.warm(target.keys)
-        if target.session is not None:  # nobody would know when to let go of a prompt that never comes
-            self._kept[target.cause, target.name] = target, self._clock()
+        self._may_warm -= len(target.keys)
+        return now
+
+    def _has_time_to_warm(self, now: float) -> bool:
+        gained = _WARMED_A_S * (now - self._may_warm_at)
+        self._may_warm, self._may_warm_at = min(_WARMED_A_STEP, self._may_warm + gained), now
+        return self._may_warm > 0
 
     # ---- requests
 
@@ -264,17 +285,15 @@ class Prefetcher:
 
         vLLM may take them at any time; but then it first takes those of sessions that are less likely to return.
         """
-        num_warmed = 0
-        while self._kept and num_warmed < _WARMED_A_STEP:
+        for _ in range(_WARMED_A_STEP):
+            if not self._kept or not self._has_time_to_warm(now):
+                return
             name, (target, warmed_at) = next(iter(self._kept.items()))
             if now - warmed_at < self._demand.lasts_s(self._pool.free) / _WARMED_A_LIFE:
                 return
             del self._kept[name]
-            num_warmed += 1
             if self._is_expected(target, now):
-                self._pool.warm(target.keys)
-                self._kept[name] = target, now
-                num_warmed += len(target.keys)
+                self._kept[name] = target, self._warm(target, now)
 
     def _is_expected(self, target: Target, now: float) -> bool:
         session = target.session

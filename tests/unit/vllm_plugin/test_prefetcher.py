@@ -338,6 +338,21 @@ def test_a_hinted_session_that_vram_still_has_stays_until_it_comes(hinted: bool)
     assert (in_vram(engine, 1, 20) == 20) == hinted
 
 
+def test_hints_of_long_prompts_take_a_bounded_part_of_the_schedulers_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = MiniVllm()
+    engine.run(request("first", hashes_of(1, 50)))
+    prefetcher = engine.prefetcher
+    keys = [block_key(h, 0) for h in hashes_of(1, 50)]
+    keys += [block_key(h, 0) for h in hashes_of(2, 950)]
+    warmed: list[int] = []
+    monkeypatch.setattr(prefetcher._pool, "warm", lambda some: warmed.append(len(some)))
+    for number in range(200):  # two seconds
+        prefetcher.hint(Scope(), None, [*keys[:-1], block_key(number.to_bytes(32, "little"), 0)])
+        engine.clock.advance(0.01)
+        engine.step()
+    assert 30_000 < sum(warmed) < 45_000, "20,000 a second"
+
+
 def test_prompts_that_are_hinted_and_never_come_are_not_remembered() -> None:
     engine = MiniVllm()
     engine.run(request("first", hashes_of(1, 5)))
