@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.trial_engine import VRAM_SHARE
+from tests.gpu.trial_engine import ENVIRONMENT, VRAM_SHARE
 
 
 def main() -> None:
@@ -21,13 +21,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="of the engine")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        TORCH_COMPILE_DISABLE="1",
-        VLLM_LOGGING_LEVEL="WARNING",
-    )
+    os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     if options.device == "cuda":
         options.options |= {"gpu_memory_utilization": VRAM_SHARE}
     options.out.write_text(json.dumps(play(options.model, options.options)))

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.trial_engine import VRAM_SHARE
+from tests.gpu.trial_engine import ENVIRONMENT, VRAM_SHARE
 
 
 def main() -> None:
@@ -20,13 +20,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_NO_USAGE_STATS="1",
-        HF_HUB_OFFLINE="1",
-        TORCH_COMPILE_DISABLE="1",
-        VLLM_LOGGING_LEVEL="WARNING",
-    )
+    os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     # vLLM's CPU build refuses the option, and frees nothing.
     of_gpu = {"gpu_memory_utilization": VRAM_SHARE, "enable_sleep_mode": True} if options.device == "cuda" else {}
     options.out.write_text(json.dumps(play(options.model, of_gpu)))
