@@ -251,8 +251,8 @@ def loads_wait_for_kernels(vllm_config: VllmConfig) -> None:
 
     With async scheduling vLLM else keeps such blocks back until the step under way has ended, lest a load write them
     before that step's kernels do; and 0.26 preempts one request after another meanwhile, none of which frees a block
-    (docs/trials.md, B23). KVortex's loads wait for those kernels. vLLM goes by the role alone, which its scheduler asks
-    for nothing else; it is changed here, for other processes keep asking theirs.
+    (docs/trials.md, B23). KVortex's loads wait for those kernels. vLLM goes by whether the role is one that loads; its
+    scheduler asks that for nothing else. It is changed here, for other processes keep asking theirs.
     """
     vllm_config.kv_transfer_config.kv_role = "kv_producer"
 

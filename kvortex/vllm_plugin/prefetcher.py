@@ -107,7 +107,7 @@ class Prefetcher:
         self._owners: dict[int, Session] = {}  # of GPU blocks, by the last request that used them
         self._open: dict[int, Target] = {}  # GPU blocks that were prefetched and not used yet
         self._begun = 0  # blocks given to requests that began since the last step
-        # What was brought, by when it was made warm: the longest ago first.
+        # What was brought or announced, by when it was made warm: the longest ago first.
         self._kept: OrderedDict[Hashable, tuple[Target, float]] = OrderedDict()
         self._may_warm: float = _WARMED_A_STEP
         self._may_warm_at = clock()
@@ -357,12 +357,12 @@ class Prefetcher:
             keys = session.keys if session is not None and session.is_silent else ()
         else:
             session = self.book.continued_by(scope, keys)
-        if session is not None:
-            self.book.announced(session, self._clock())
         in_vram = self._planner.first_missing(keys)
         to_bring = bool(self._index.match(keys[in_vram : in_vram + 1]))
         there = to_bring or in_vram > 0
         accepted = not there or self._planner.hint(scope, keys, session, self._clock())
+        if session is not None and accepted:
+            self.book.announced(session, self._clock())
         if there and accepted:
             self._has_more = True
         return Hinted(known=session is not None, accepted=accepted, keys=keys, in_vram=in_vram)

@@ -116,12 +116,13 @@ class SessionBook:
 
     def announced(self, session: Session, now: float) -> None:
         """Somebody says that this silent session is about to go on."""
-        if session.is_silent and session.hinted_at is None:
+        if session.is_silent and not _is_announced(session, now):
             session.hinted_at = now
 
     def _was_announced(self, session: Session, now: float) -> None:
-        session.announces = session.hinted_at is not None
-        self.announcements.returned(None if session.hinted_at is None else now - session.hinted_at)
+        session.announces = _is_announced(session, now)
+        lead_s = now - session.hinted_at if session.announces and session.hinted_at is not None else None
+        self.announcements.returned(lead_s)
         session.hinted_at = None
 
     def _begin(self, scope: Scope, name: str | None) -> Session:
@@ -240,13 +241,13 @@ class SessionBook:
     def p_return_within(self, session: Session, now: float, horizon_s: float) -> float:
         """The probability that a silent session goes on within the next `horizon_s` seconds; 1 for one that has, or of
         which somebody has just said so."""
-        if not session.is_silent or (session.hinted_at is not None and now - session.hinted_at <= HINT_LASTS_S):
+        if not session.is_silent or _is_announced(session, now):
             return 1.0
         return self.rhythms.p_return_within(session.habit, now - session.silent_since, horizon_s)
 
     def p_unannounced(self, session: Session) -> float:
         """The probability that nobody says before that this session goes on."""
-        return 0.0 if session.announces else 1.0 - self.announcements.share
+        return 1.0 - (self.announcements.share if session.announces is None else session.announces)
 
     def half_back_in_s(self, session: Session, now: float) -> float:
         """In how many seconds half of those like this silent session are back; infinity where so many never are."""
@@ -299,3 +300,7 @@ class SessionBook:
         assert set(self._ending) <= {key for s in self._sessions.values() for key in s.ends}
         assert all(self._sessions[s.number] is s for s in self._named.values())
         assert len(self._sessions) <= self._max_sessions + sum(1 for s in self._sessions.values() if s.requests)
+
+
+def _is_announced(session: Session, now: float) -> bool:
+    return session.hinted_at is not None and now - session.hinted_at <= HINT_LASTS_S

@@ -54,7 +54,7 @@ class Session:
         turns: requests that have ended.
         gaps_s: recent silences.
         hinted_at: when it was announced that it goes on; None where nobody did since it spoke last.
-        announces: its last return was announced.
+        announces: whether its last return was announced; None before the first.
         issued, used, wasted, late: blocks that were prefetched for it, see `PrefetchCount`.
     """
 
@@ -70,7 +70,7 @@ class Session:
     pace: int = 0
     bin: int = 0
     hinted_at: float | None = None
-    announces: bool = False
+    announces: bool | None = None
     issued: int = 0
     used: int = 0
     wasted: int = 0

@@ -395,12 +395,15 @@ def test_a_session_that_is_announced_each_time_is_not_guessed() -> None:
     assert set(stage.bring_all()) == set(silent.keys)
 
 
-def test_where_all_sessions_are_announced_not_even_a_new_one_is_guessed() -> None:
+@pytest.mark.parametrize("announced", [True, False])
+def test_where_all_sessions_are_announced_a_new_one_is_not_guessed(announced: bool) -> None:
     stage = generous(Stage(capacity=400))
+    session = stage.talk(1, 10, turns=1)
+    for _ in range(200):
+        stage.book.rhythms.returned(session.habit, 2.0)
     for _ in range(100):
-        stage.book.announcements.returned(2.0)
-    stage.talk(1, 10)
-    assert stage.bring_all() == []
+        stage.book.announcements.returned(2.0 if announced else None)
+    assert bool(stage.bring_all()) != announced
 
 
 def test_a_hinted_session_goes_before_one_that_returns_later() -> None:
