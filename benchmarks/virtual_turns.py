@@ -37,7 +37,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvortex.cache.policies import make_policy
-from kvortex.messages import Direction, JobResult, Outcome, StepPlan, StepReport
+from kvortex.messages import CopyOrder, Direction, JobResult, Outcome, StepPlan, StepReport
 from kvortex.vllm_plugin import connector as plugin
 from kvortex.vllm_plugin.scheduler import SchedulerSide
 
@@ -66,21 +66,27 @@ class Worker:
         self.block_s = block_bytes / bytes_a_second
         self._free_at = {Direction.STORE: 0.0, Direction.LOAD: 0.0}
         self._orders: deque[tuple[float, JobResult, str | None]] = deque()
+        self._late_stores: list[CopyOrder] = []
 
     def take(self, plan: StepPlan, now_s: float) -> float:
         """When the loads that go with the step have ended; the step's kernels wait for them."""
         last_s = now_s
         of_step = {order.job_id for order in plan.step_loads}
-        for order in [*plan.loads, *plan.step_loads, *plan.prefetches, *plan.stores]:
-            seconds = len(order.slots) * self.block_s
-            end_s = max(now_s, self._free_at[order.direction]) + seconds
-            self._free_at[order.direction] = end_s
-            result = JobResult(order.job_id, order.direction, Outcome.DONE, seconds, 0)
+        # Of what this very step computes, a store begins behind it.
+        self._late_stores = [order for order in plan.stores if order.written_by == plan.number]
+        early_stores = [order for order in plan.stores if order.written_by != plan.number]
+        for order in [*plan.loads, *plan.step_loads, *plan.prefetches, *early_stores]:
             goes_with_step = order.job_id in of_step
-            self._orders.append((end_s, result, None if goes_with_step else plan.requests.get(order.job_id)))
+            end_s = self._begin(order, now_s, None if goes_with_step else plan.requests.get(order.job_id))
             if goes_with_step:
                 last_s = max(last_s, end_s)
         return last_s
+
+    def _begin(self, order: CopyOrder, now_s: float, request: str | None) -> float:
+        seconds = len(order.slots) * self.block_s
+        end_s = self._free_at[order.direction] = max(now_s, self._free_at[order.direction]) + seconds
+        self._orders.append((end_s, JobResult(order.job_id, order.direction, Outcome.DONE, seconds, 0), request))
+        return end_s
 
     def moving_s(self, begin_s: float, end_s: float) -> float:
         """Seconds of a step's time in which each link moves bytes, both directions added."""
@@ -90,6 +96,9 @@ class Worker:
         """A step that the scheduler asked to be timed; 0 is one that it did not."""
 
     def answers(self, now_s: float) -> KVConnectorOutput:
+        for order in self._late_stores:
+            self._begin(order, now_s, None)
+        self._late_stores = []
         self._ends_seen.append(now_s)
         now_s = self._ends_seen.popleft()
         ended = [order for order in self._orders if order[0] <= now_s]

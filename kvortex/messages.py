@@ -46,6 +46,8 @@ class CopyOrder:
         slots: int64 [n], host slots; `slots[i]` pairs with `gpu_blocks[i]`.
         deadline_s: seconds after submission at which the order is given up.
         sampled: bool [n], of a STORE: the blocks that get a checksum where blocks are verified; None is all of them.
+        written_by: of a STORE, the number of the plan whose step's kernels are the last that may write its GPU blocks;
+            None is the plan that it comes with.
     """
 
     job_id: JobId
@@ -54,6 +56,7 @@ class CopyOrder:
     slots: IntArray
     deadline_s: float
     sampled: BoolArray | None = None
+    written_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class StepPlan:
         refused: loads that must not happen; each rank answers FAILED without a copy, so that the request is computed.
         step_loads: loads that this step's own kernels read; their requests do not wait to be told.
         prefetches: loads that no request waits for, behind those that one waits for.
+        number: counts the plans, from 1.
         timed_as: the number under which the step's time is reported; 0 is not.
         needed: loads whose GPU blocks this step's kernels, or later ones, may touch. The kernels wait, on the device,
             for those of them that were promised (see `CopyEngine.promise`); the others are not promised any more.
@@ -97,6 +101,7 @@ class StepPlan:
     refused: list[CopyOrder] = field(default_factory=list)
     requests: dict[JobId, str] = field(default_factory=dict)
     needed: list[JobId] = field(default_factory=list)
+    number: int = 0
     timed_as: int = 0
 
 

@@ -28,10 +28,15 @@ _LOOKS: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A resident block that may be stored."""
+    """A resident block that may be stored.
+
+    Attributes:
+        completion: counts the blocks that VRAM has completed: this one's number.
+    """
 
     block_id: int
     key: BlockKey
+    completion: int
 
 
 class Residency:
@@ -57,6 +62,11 @@ class Residency:
         self._spared_keys: set[BlockKey] = set()
         # Resident blocks not yet given out for a store, the longest unused first, with the time of their last use.
         self._queue: OrderedDict[int, float] = OrderedDict()
+
+    @property
+    def completions(self) -> int:
+        """Blocks that VRAM has completed so far."""
+        return self._next_number
 
     @property
     def complete_blocks(self) -> int:
@@ -122,8 +132,12 @@ class Residency:
             except RuntimeError:
                 continue  # the scheduler's thread changed the queue meanwhile
         now = self._clock()
-        named = [(block_id, self._key_of.get(block_id), now - used_at) for block_id, used_at in head]
-        return [(Candidate(block_id, key), idle_s) for block_id, key, idle_s in named if key is not None]
+        named = [(b, self._key_of.get(b), self._number_of.get(b), now - used_at) for b, used_at in head]
+        return [
+            (Candidate(block_id, key, number), idle_s)
+            for block_id, key, number, idle_s in named
+            if key is not None and number is not None
+        ]
 
     def block_cached(self, block_id: int, key: BlockKey, *, in_ram: bool) -> None:
         """VRAM block `block_id` is complete and found under `key`; `in_ram` if a copy is published already."""
@@ -259,14 +273,17 @@ class Residency:
         # The end of a request queues its tail first. Blocks of one that runs lie as they came, or as an earlier request
         # left them.
         taken = sorted(running, key=self._number_of.__getitem__) + cold[::-1]
-        return [Candidate(block_id, self._key_of[block_id]) for block_id in taken]
+        return self._candidates(taken)
 
     def take_these(self, block_ids: Iterable[int]) -> list[Candidate]:
         """Takes these blocks off the queue, those of them that are in it, in the order given."""
         taken = [block_id for block_id in block_ids if block_id in self._queue]
         for block_id in taken:
             del self._queue[block_id]
-        return [Candidate(block_id, self._key_of[block_id]) for block_id in taken]
+        return self._candidates(taken)
+
+    def _candidates(self, block_ids: Iterable[int]) -> list[Candidate]:
+        return [Candidate(block, self._key_of[block], self._number_of[block]) for block in block_ids]
 
     def all_copies_lost(self) -> None:
         """RAM was emptied: every complete block is resident and due again. Costs the blocks of VRAM; for resets."""

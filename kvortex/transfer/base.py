@@ -109,8 +109,8 @@ class CopyEngine(Protocol):
 
         Args:
             after: the point of the compute stream behind which their first byte is read or written. An earlier
-                one than now is right only where nothing submitted since touches their GPU blocks. None: all
-                that was submitted until now.
+                one than now is right only where nothing submitted since writes a STORE's GPU blocks or touches
+                a LOAD's. None: all that was submitted until now.
         """
         ...
 

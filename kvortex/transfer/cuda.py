@@ -43,7 +43,8 @@ _MAX_COPIES: Final = 1024
 
 _MAX_INLINE_COPIES: Final = 256
 _INLINE_PIECES: Final = 4
-"""Enqueued by the model's thread in one call, about a millisecond of it and five of the link."""
+"""Of loads, enqueued by the model's thread in one call, about a millisecond of it and five of the link. Stores are left
+to the lane's thread, which enqueues them while the model's waits for the device."""
 
 _MAX_BLOCKS: Final = 4096
 
@@ -108,7 +109,7 @@ class CudaCopyEngine:
                 OrderQueue(layout.num_blocks, slab.num_slots, layout.block_bytes, clock),
                 mover,
                 slab,
-                _bounds(bandwidth, layout.block_bytes, mover.num_copied_rows),
+                _bounds(direction, bandwidth, layout.block_bytes, mover.num_copied_rows),
                 layout.block_bytes,
                 clock,
                 must_wait,
@@ -226,13 +227,14 @@ def _table(rows: Sequence[Row], slab: PinnedSlab, max_copy_bytes: int) -> Addres
     return AddressTable(rows, slab.address, slab.slot_bytes, max_copy_bytes=max_copy_bytes, seam_bytes=slab.seam_bytes)
 
 
-def _bounds(bandwidth: float, block_bytes: int, num_copied_rows: int) -> LaneBounds:
+def _bounds(direction: Direction, bandwidth: float, block_bytes: int, num_copied_rows: int) -> LaneBounds:
     blocks = min(round(bandwidth * _PIECE_S) // block_bytes, _MAX_COPIES // max(1, num_copied_rows), _MAX_BLOCKS)
     blocks = max(1, blocks)
+    inline = direction is Direction.LOAD and blocks * num_copied_rows <= _MAX_INLINE_COPIES
     return LaneBounds(
         piece_bytes=blocks * block_bytes,
         ahead_bytes=_PIECES_AHEAD * blocks * block_bytes,
-        inline_pieces=_INLINE_PIECES if blocks * num_copied_rows <= _MAX_INLINE_COPIES else 0,
+        inline_pieces=_INLINE_PIECES if inline else 0,
         bytes_per_s=_BESIDE_A_MODEL * bandwidth,
     )
 

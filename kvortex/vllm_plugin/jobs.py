@@ -128,7 +128,8 @@ class JobBook:
         """True while a store reads this GPU block."""
         return block_id in self._source_of
 
-    def start_store(self, candidates: Sequence[Candidate], slots: Sequence[int]) -> StoreJob:
+    def start_store(self, candidates: Sequence[Candidate], slots: Sequence[int], written_by: int) -> StoreJob:
+        """See `CopyOrder.written_by`."""
         job = StoreJob(
             job_id=self._new_id(),
             slots=slots,
@@ -140,7 +141,7 @@ class JobBook:
         self._store_deadlines[job.job_id] = self._clock() + GRACE * self._timeout_s
         for i, block_id in enumerate(job.block_ids):
             self._source_of[block_id] = (job.job_id, i)
-        order = self._order(job.job_id, Direction.STORE, job.block_ids, job.slots)
+        order = replace(self._order(job.job_id, Direction.STORE, job.block_ids, job.slots), written_by=written_by)
         if self._sample:
             order = replace(order, sampled=np.array([in_sample(key) for key in job.keys], np.bool_))
         self._plan.stores.append(order)

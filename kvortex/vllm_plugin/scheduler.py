@@ -356,12 +356,16 @@ class SchedulerSide:
             self._ledger.ram_evicted += len(decision.evicted)
             self._losses.evicted(decision.evicted)
             if decision.reservation is not None:
-                self._jobs.start_store(decision.candidates, decision.reservation.slots)
+                written_by = self._steps.written_by(max(c.completion for c in decision.candidates))
+                self._jobs.start_store(decision.candidates, decision.reservation.slots, written_by)
                 self._ledger.store.in_flight += len(decision.candidates)
             if self._prefetcher is not None:
                 self._prefetch(self._prefetcher, running=bool(scheduler_output.num_scheduled_tokens))
             plan = self._jobs.take_plan()
-            plan.timed_as = self._steps.begin(scheduler_output, loads=bool(plan.step_loads))
+            plan.timed_as = self._steps.begin(
+                scheduler_output, self._residency.completions, loads=bool(plan.step_loads)
+            )
+            plan.number = self._steps.number
             return plan
 
     def _prefetch(self, prefetcher: Prefetcher, *, running: bool) -> None:

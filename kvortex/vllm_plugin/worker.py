@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from kvortex.errors import UnfitError
@@ -19,6 +20,7 @@ from kvortex.transfer.cpu import CpuCopyEngine
 from kvortex.transfer.slab import HostSlab
 from kvortex.vllm_plugin import compat
 from kvortex.vllm_plugin.layer_waits import LayerWaits
+from kvortex.vllm_plugin.step_log import STEPS_REMEMBERED
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -58,6 +60,8 @@ class WorkerSide:
         self._for_step: list[CopyOrder] = []
         self._prefetches: list[CopyOrder] = []
         self._stores: list[CopyOrder] = []
+        self._plan_number: int | None = None
+        self._step_ends: deque[tuple[int, Fence]] = deque(maxlen=STEPS_REMEMBERED)
         self._refused: list[CopyOrder] = []
         self._waiting: dict[JobId, tuple[str, CopyOrder]] = {}
         self._promised: set[JobId] = set()
@@ -136,6 +140,7 @@ class WorkerSide:
         self._for_step = plan.step_loads
         self._prefetches = plan.prefetches
         self._stores = plan.stores
+        self._plan_number = plan.number
         self._refused = plan.refused
         for order in [*plan.loads, *plan.refused]:
             self._waiting[order.job_id] = (plan.requests[order.job_id], order)
@@ -181,10 +186,20 @@ class WorkerSide:
             self._stopwatch = None
 
     def submit_stores(self) -> None:
-        """Stores wait for this step's kernels too, which may still write the blocks that they read."""
+        """Stores wait for the kernels that may still write the blocks that they read; mostly those of steps that have
+        long ended, so that copies do not stand still through a long step. May be called again."""
+        if self._plan_number is not None:
+            self._step_ends.append((self._plan_number, self.engine.fence()))
+            self._plan_number = None
         stores, self._stores = self._stores, []
-        if stores:
-            self.engine.submit(stores)
+        for store in stores:
+            self.engine.submit([store], after=self._end_of(store.written_by))
+
+    def _end_of(self, plan_number: int | None) -> Fence | None:
+        """Behind the kernels of this plan's step; behind those of a later one where that was too long ago."""
+        if plan_number is None:
+            return None
+        return next(fence for number, fence in self._step_ends if number >= plan_number)
 
     def collect(self) -> None:
         """Takes what the engine has ended since the last call."""

@@ -114,13 +114,14 @@ def test_a_store_to_memory_that_is_not_pinned_waits_too() -> None:
     assert wrong_stores(UnfencedEngine, 4, 10, pinned=False, stop_at_first=True) > 0
 
 
-def test_an_earlier_fence_lets_an_order_pass_kernels_that_do_not_touch_its_blocks() -> None:
+@pytest.mark.parametrize("direction", [LOAD, STORE])
+def test_an_earlier_fence_lets_an_order_pass_kernels_that_do_not_touch_its_blocks(direction: Direction) -> None:
     layout = packed(4, [32 << 10])
     with engine_for(layout, 4) as (engine, _):
         before = engine.fence()
         spin(200)
         behind = engine.fence()
-        engine.submit([order(1, LOAD, [0], [0])], after=before)
+        engine.submit([order(1, direction, [0], [0])], after=before)
         assert [answer.job_id for answer in wait_answers(engine, 1)] == [1]
         assert before.is_reached()
         assert not behind.is_reached()

@@ -203,7 +203,7 @@ def test_a_copy_is_spared_once_a_use_and_only_of_a_block_that_vram_keeps(residen
     assert residency.stays(key("a"), in_use=nothing_in_use, let_go_after_s=clock.now - 1)
     residency.copies_spared([key("a")])
     assert residency.is_due(1)
-    assert residency.take_these([1, 2]) == [Candidate(1, key("a"))]
+    assert residency.take_these([1, 2]) == [Candidate(1, key("a"), completion=0)]
     residency.copied(key("a"))
     assert not residency.stays(key("a"), in_use=lambda _: True, let_go_after_s=0.0), "spared since its last use"
     residency.used([1])

@@ -26,7 +26,7 @@ def book(clock: FakeClock) -> JobBook:
 
 
 def store(book: JobBook, *blocks: int) -> StoreJob:
-    return book.start_store([Candidate(b, key(b)) for b in blocks], slots=[b + 100 for b in blocks])
+    return book.start_store([Candidate(b, key(b), b) for b in blocks], slots=[b + 100 for b in blocks], written_by=1)
 
 
 def load(book: JobBook, request: str, *blocks: int, refused: bool = False, with_step: bool = False) -> LoadJob:

@@ -211,9 +211,21 @@ def test_a_step_load_does_not_overtake_the_promised_load_of_an_aborted_request(m
 # ---- a block's life, with a fault at each step
 
 
-def test_a_store_reads_what_the_steps_kernels_wrote(make: Make) -> None:
-    """Copied as early as its fence allows, layer by layer, while no kernel has run of its own accord."""
-    engine = make(num_blocks=20)
+def wrong_in_ram(engine: Any, tokens: list[int]) -> int:
+    """Blocks found in RAM, of these tokens, that hold anything else."""
+    (device,) = engine.devices
+    keys = engine.keys_of(tokens)
+    found = engine.side._index.ready_slots(keys)
+    assert found
+    layers = range(sim.LAYERS)
+    return sum(
+        any((device.ram[layer, slot] != engine.expected(keys[i], 0, layer)).any() for layer in layers)
+        for i, slot in found.items()
+    )
+
+
+def play_with_early_stores(engine: Any) -> None:
+    """Copied as early as their fences allow, layer by layer, while no kernel has run of its own accord."""
     engine.add("a", talk(1, 85), max_tokens=3)
     (device,) = engine.devices
     while engine.live:
@@ -223,11 +235,40 @@ def test_a_store_reads_what_the_steps_kernels_wrote(make: Make) -> None:
         engine.take_output()
     run(engine)
     assert engine.side.snapshot()["store"]["blocks"] == 10
-    in_ram = engine.side._index.ready_slots(engine.keys_of(talk(1, 85)))
-    for i, slot in in_ram.items():
-        key = engine.keys_of(talk(1, 85))[i]
-        for layer in range(sim.LAYERS):
-            assert (device.ram[layer, slot] == engine.expected(key, 0, layer)).all()
+
+
+def test_a_store_reads_what_the_steps_kernels_wrote(make: Make) -> None:
+    engine = make(num_blocks=20)
+    play_with_early_stores(engine)
+    assert wrong_in_ram(engine, talk(1, 85)) == 0
+
+
+def test_control_a_store_behind_the_step_before_reads_too_early(make: Make) -> None:
+    engine = make(num_blocks=20)
+    written_by = engine.side._steps.written_by
+    engine.side._steps.written_by = lambda completion: written_by(completion) - 1
+    play_with_early_stores(engine)
+    assert wrong_in_ram(engine, talk(1, 85)) > 0
+
+
+def test_a_store_of_what_earlier_steps_wrote_does_not_wait_for_this_one(make: Make) -> None:
+    engine = make(num_blocks=60, overlap=True, settings={"offload_threshold": 0.9, "offload_target": 0.9})
+    (device,) = engine.devices
+    engine.add("a", talk(1, 85), max_tokens=1)
+    run(engine)
+    assert engine.side.snapshot()["store"]["blocks"] == 0
+    engine.add("b", talk(2, 300), max_tokens=1)
+    engine.schedule()
+    while not device.held:
+        engine.take_output()
+        engine.schedule()
+    done = device.done
+    for layer in range(sim.LAYERS):
+        device.copy_layer(device.held[0], layer)
+    assert device.done == done < device.submitted, "kernels had to run first"
+    engine.take_output()
+    run(engine)
+    assert wrong_in_ram(engine, talk(1, 85)) == 0
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.TIMED_OUT])

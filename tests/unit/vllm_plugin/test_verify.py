@@ -182,13 +182,13 @@ def key(number: int) -> BlockKey:
 def test_a_sixteenth_of_the_keys_is_sampled_and_ranks_are_told_which() -> None:
     book = jobs.JobBook(num_ranks=2, timeout_s=10.0, clock=FakeClock(), sample=True)
     keys = [key(number) for number in range(256)]
-    book.start_store([Candidate(i, k) for i, k in enumerate(keys)], slots=list(range(256)))
+    book.start_store([Candidate(i, k, i) for i, k in enumerate(keys)], slots=list(range(256)), written_by=1)
     (order,) = book.take_plan().stores
     assert order.sampled is not None
     assert order.sampled.tolist() == [in_sample(k) for k in keys]
     assert order.sampled.sum() == 256 // SAMPLE_EVERY
     plain = jobs.JobBook(num_ranks=2, timeout_s=10.0, clock=FakeClock())
-    plain.start_store([Candidate(1, keys[0])], slots=[1])
+    plain.start_store([Candidate(1, keys[0], 1)], slots=[1], written_by=1)
     assert plain.take_plan().stores[0].sampled is None
 
 
