@@ -1,12 +1,13 @@
 """Where the bytes of a block lie, as numbers: what a driver or a kernel is given to copy. Plain numpy.
 
-KVLayout -> rows (device address, stride, bytes, offset in a slot) -> copies of an order -> batches
+KVLayout -> rows (device address, stride, bytes, offset in a slot) -> copies of an order -> batches, or row by row
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,13 @@ from kvortex.transfer.base import KVLayout
 
 Addresses = npt.NDArray[np.uint64]
 """Addresses, or numbers of bytes, as the driver reads them: contiguous uint64 [n]."""
+
+_NOTHING: Final = ctypes.c_char * 0
+
+
+def address_of(numbers: Addresses) -> int:
+    """Of the first of them. numpy's own ways take four times as long."""
+    return ctypes.addressof(_NOTHING.from_buffer(numbers.data))
 
 
 class Row(NamedTuple):
@@ -52,13 +60,24 @@ class Copies(NamedTuple):
     def batches(self, batch_bytes: int, batch_copies: int) -> Iterator[Copies]:
         """All of them in order, so many bytes and copies at a time; a larger copy is a batch of its own."""
         ends = np.cumsum(self.num_bytes)
+        if 0 < len(ends) <= batch_copies and int(ends[-1]) <= batch_bytes:
+            yield self
+            return
         begin, done = 0, 0
         while begin < len(ends):
-            fitting = int(np.searchsorted(ends, np.uint64(done + batch_bytes), side="right"))
+            fitting = int(ends.searchsorted(np.uint64(done + batch_bytes), side="right"))
             end = max(begin + 1, min(begin + batch_copies, fitting))
             part = slice(begin, end)
             yield Copies(self.device[part], self.host[part], self.num_bytes[part])
             begin, done = end, int(ends[end - 1])
+
+
+class RowCopies(NamedTuple):
+    """Copies of whole blocks, row after row: those of row `r` are numbers `begins[r]` to `begins[r + 1] - 1`."""
+
+    copies: Copies
+    begins: list[int]
+    """One more than rows."""
 
 
 class AddressTable:
@@ -93,15 +112,51 @@ class AddressTable:
 
     def copies(self, gpu_blocks: IntArray, slots: IntArray) -> Copies:
         """Copies of whole blocks, `gpu_blocks[i]` with `slots[i]`, block after block."""
-        device = self._addresses + gpu_blocks.astype(np.uint64)[:, None] * self._strides
-        host = self._host_address + slots.astype(np.uint64)[:, None] * self._slot_bytes + self._offsets
-        sizes = np.broadcast_to(self._sizes, device.shape)
-        copies = Copies(device.ravel(), host.ravel(), sizes.ravel())
+        device, host, sizes = numbers = np.empty((3, len(slots), self.num_rows), np.uint64)
+        np.multiply(gpu_blocks.astype(np.uint64)[:, None], self._strides, out=device)
+        device += self._addresses
+        np.add(self._slot_addresses(slots)[:, None], self._offsets, out=host)
+        sizes[:] = self._sizes
+        return self._cut(Copies(*numbers.reshape(3, -1)), slots)
+
+    def copies_by_row(self, gpu_blocks: IntArray, slots: IntArray) -> RowCopies:
+        """The same copies, in each row block after block."""
+        device, host, sizes = numbers = np.empty((3, self.num_rows, len(slots)), np.uint64)
+        np.multiply(self._strides[:, None], gpu_blocks.astype(np.uint64), out=device)
+        device += self._addresses[:, None]
+        np.add(self._offsets[:, None], self._slot_addresses(slots), out=host)
+        sizes[:] = self._sizes[:, None]
+        copies = self._cut(Copies(*numbers.reshape(3, -1)), slots)
+        return RowCopies(copies, self._begins(copies, len(slots)))
+
+    def _begins(self, copies: Copies, num_blocks: int) -> list[int]:
+        """Of the rows. No copy is of two rows: none was joined where there are several."""
+        if self.num_rows == 1:
+            return [0, len(copies.host)]
+        if len(copies.host) == self.num_rows * num_blocks:  # nothing was cut
+            return [row * num_blocks for row in range(self.num_rows + 1)]
+        row_ends = np.cumsum(self._sizes) * np.uint64(num_blocks)
+        return [0, *(np.cumsum(copies.num_bytes).searchsorted(row_ends) + 1).tolist()]
+
+    def _slot_addresses(self, slots: IntArray) -> Addresses:
+        return self._host_address + slots.astype(np.uint64) * self._slot_bytes
+
+    def _cut(self, copies: Copies, slots: IntArray) -> Copies:
+        """Copies that were whole fragments of these slots, as the driver takes them."""
+        if not len(slots):
+            return copies
         if self._may_touch:
             copies = _joined(copies)
         if self._may_be_long:
             copies = _cut(copies, self._max_copy_bytes)
-        return self._cut_at_seams(copies)
+        # Far fewer slots than copies; a run of several slots may hold a seam that none of them holds.
+        return self._cut_at_seams(copies) if self._may_touch or self._hold_a_seam(slots) else copies
+
+    def _hold_a_seam(self, slots: IntArray) -> bool:
+        """Whether a seam lies within one of these slots."""
+        begin = slots.astype(np.uint64) * self._slot_bytes
+        last = begin + (self._slot_bytes - np.uint64(1))
+        return bool((begin // self._seam_bytes != last // self._seam_bytes).any())
 
     def _cut_at_seams(self, copies: Copies) -> Copies:
         begin = copies.host - self._host_address
@@ -111,10 +166,15 @@ class AddressTable:
         if not len(crossing):
             return copies
         first = (seam - begin)[crossing]
-        device = np.insert(copies.device, crossing + 1, copies.device[crossing] + first)
-        host = np.insert(copies.host, crossing + 1, copies.host[crossing] + first)
-        sizes = np.insert(copies.num_bytes, crossing + 1, copies.num_bytes[crossing] - first)
-        sizes[crossing + np.arange(len(crossing))] = first
+        counts = np.ones(len(begin), np.int64)
+        counts[crossing] = 2
+        of = np.repeat(np.arange(len(begin)), counts)
+        device, host, sizes = (numbers[of] for numbers in copies)
+        second = crossing + np.arange(1, len(crossing) + 1)
+        device[second] += first
+        host[second] += first
+        sizes[second] -= first
+        sizes[second - 1] = first
         return Copies(device, host, sizes)
 
 

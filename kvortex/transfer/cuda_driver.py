@@ -10,7 +10,7 @@ import uuid
 from typing import Any, Final
 
 from kvortex.errors import UnfitError
-from kvortex.transfer.addresses import Addresses
+from kvortex.transfer.addresses import Addresses, address_of
 
 _BATCH_CALL: Final = b"cuMemcpyBatchAsync"
 _BATCH_SINCE: Final = 12080
@@ -73,7 +73,9 @@ class CudaDriver:
             ) from error
         self._batch = self._batch_call()
         self._attributes = _CopyAttributes(source_access_order=_IN_STREAM_ORDER)
-        self._first_index = ctypes.c_size_t(0)
+        self._first_index, self._failed_at = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        # Nobody reads what failed, so that all threads' calls may write it to one place.
+        self._batch_arguments = tuple(map(ctypes.addressof, (self._attributes, self._first_index, self._failed_at)))
         self._has_stream_writes = self._try_stream_write()
 
     @property
@@ -126,17 +128,29 @@ class CudaDriver:
         Raises:
             DriverError: some of the copies may have been enqueued.
         """
+        assert len(target) == len(source) == len(num_bytes), (len(target), len(source), len(num_bytes))
+        self.copy_at(address_of(target), address_of(source), address_of(num_bytes), len(num_bytes), stream)
+
+    def copy_at(self, targets: int, sources: int, sizes: int, num_copies: int, stream: int) -> None:
+        """`copy` by the addresses of its three arrays, which are read before it returns, from their first element on.
+
+        Raises:
+            DriverError: some of the copies may have been enqueued.
+        """
         if self._batch is None:
-            call = self._library.cuMemcpyAsync
-            for to, at, size in zip(target.tolist(), source.tolist(), num_bytes.tolist(), strict=True):
-                code = call(ctypes.c_uint64(to), ctypes.c_uint64(at), ctypes.c_size_t(size), ctypes.c_void_p(stream))
-                self._check("cuMemcpyAsync", code)
+            self._copy_singly(targets, sources, sizes, num_copies, stream)
             return
-        arrays = [array.ctypes.data for array in (target, source, num_bytes)]
-        failed_at = ctypes.c_size_t(0)
-        attributes, first = ctypes.addressof(self._attributes), ctypes.addressof(self._first_index)
-        code = self._batch(*arrays, len(num_bytes), attributes, first, 1, ctypes.addressof(failed_at), stream)
-        self._check(_BATCH_CALL.decode(), code)
+        attributes, first, failed_at = self._batch_arguments
+        code = self._batch(targets, sources, sizes, num_copies, attributes, first, 1, failed_at, stream)
+        if code:
+            self._check(_BATCH_CALL.decode(), code)
+
+    def _copy_singly(self, targets: int, sources: int, sizes: int, num_copies: int, stream: int) -> None:
+        call = self._library.cuMemcpyAsync
+        array = ctypes.c_uint64 * num_copies
+        for to, at, size in zip(*map(array.from_address, (targets, sources, sizes)), strict=True):
+            code = call(ctypes.c_uint64(to), ctypes.c_uint64(at), ctypes.c_size_t(size), ctypes.c_void_p(stream))
+            self._check("cuMemcpyAsync", code)
 
     def pause(self, stream: int) -> None:
         """Enqueues a moment in which the copy engine is idle, some microseconds, and serves other streams.

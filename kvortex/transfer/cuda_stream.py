@@ -29,6 +29,10 @@ class StreamEnd:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = _recorded(stream, blocks_thread=True)
 
+    def move(self, stream: torch.cuda.Stream) -> None:
+        """Marks `stream` as it is now instead. Streams that it holds still wait for the point of before."""
+        self._event.record(stream)
+
     def is_reached(self) -> bool:
         return _has_happened(self._event)
 

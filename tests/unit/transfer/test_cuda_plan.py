@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvortex.transfer.addresses import AddressTable, Copies, Row, rows_of
+from kvortex.transfer.addresses import AddressTable, Copies, Row, address_of, rows_of
 from kvortex.transfer.base import KVLayout
 
 SEAM = 4096
@@ -70,6 +70,11 @@ def test_no_copy_crosses_a_seam_of_the_pinned_memory() -> None:
     assert triples(copies) == [(15000, 7, 3000), (24000, 3007, 1096), (25096, 4103, 1904)]
 
 
+def test_a_run_of_blocks_is_cut_at_a_seam_between_two_of_them() -> None:
+    copies = table([Row(0, 1024, 1024, 0)], slot_bytes=1024, host_address=0).copies(ids(5, 6), ids(3, 4))
+    assert triples(copies) == [(5120, 3072, 1024), (6144, 4096, 1024)]
+
+
 def test_a_block_longer_than_a_batch_is_cut() -> None:
     copies = table([Row(0, 2500, 2500, 0)], 2500, 0, max_copy_bytes=1000, seam_bytes=1 << 20).copies(ids(1), ids(0))
     assert triples(copies) == [(2500, 0, 1000), (3500, 1000, 1000), (4500, 2000, 500)]
@@ -94,6 +99,73 @@ def test_small_copies_are_counted_too_since_each_takes_the_copy_engine_its_time(
 def test_no_copies_are_no_batches() -> None:
     nothing = np.array([], np.uint64)
     assert list(Copies(nothing, nothing, nothing).batches(10, 10)) == []
+
+
+def one_row_plainly(
+    row: Row, is_only_row: bool, slot_bytes: int, max_copy_bytes: int, pairs: Sequence[tuple[int, int]]
+) -> list[tuple[int, int, int]]:
+    """What the driver is given of one row, from a host that begins at 0."""
+    runs: list[tuple[int, int, int]] = []
+    for block, slot in pairs:
+        device, host, size = row.address + block * row.stride, slot * slot_bytes + row.slot_offset, row.num_bytes
+        if is_only_row and runs and runs[-1][0] + runs[-1][2] == device and runs[-1][1] + runs[-1][2] == host:
+            device, host, size = runs[-1][0], runs[-1][1], runs[-1][2] + size
+            runs.pop()
+        runs.append((device, host, size))
+    pieces: list[tuple[int, int, int]] = []
+    for device, host, size in runs:
+        done = 0
+        while done < size:
+            begin = host + done
+            to_seam = SEAM - begin % SEAM
+            # The seam is no end of a piece of at most `max_copy_bytes`: what is left of that piece comes next.
+            left = min(max_copy_bytes - done % max_copy_bytes, size - done)
+            pieces.append((device + done, begin, min(left, to_seam)))
+            done += min(left, to_seam)
+    return pieces
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=5),
+    gap=st.sampled_from([0, 5]),
+    slot_gap=st.sampled_from([0, 3]),
+    max_copy_bytes=st.one_of(st.just(SEAM), st.integers(40, SEAM)),
+    pairs=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=9),
+    runs=st.booleans(),
+)
+def test_row_by_row_the_copies_are_those_of_a_table_of_that_row_alone(
+    sizes: list[int], gap: int, slot_gap: int, max_copy_bytes: int, pairs: list[tuple[int, int]], runs: bool
+) -> None:
+    if runs:
+        pairs = [(block + i, slot + i) for block, slot in pairs[:3] for i in range(3)]
+    offsets = np.cumsum([0, *sizes]).tolist()
+    rows = [Row((i + 1) << 32, size + gap, size, offsets[i]) for i, size in enumerate(sizes)]
+    slot_bytes = offsets[-1] + slot_gap
+    blocks, slots = ids(*(block for block, _ in pairs)), ids(*(slot for _, slot in pairs))
+
+    copies, begins = table(rows, slot_bytes, 0, max_copy_bytes).copies_by_row(blocks, slots)
+    assert len(begins) == len(rows) + 1
+    assert (begins[0], begins[-1]) == (0, len(copies.host))
+    for i, row in enumerate(rows):
+        of_row = slice(begins[i], begins[i + 1])
+        got = triples(Copies(*(numbers[of_row] for numbers in copies)))
+        assert got == triples(table([row], slot_bytes, 0, max_copy_bytes).copies(blocks, slots))
+        is_only_row = len(rows) == 1 and row.stride == row.num_bytes == slot_bytes
+        assert got == one_row_plainly(row, is_only_row, slot_bytes, max_copy_bytes, pairs)
+
+
+def test_the_rows_of_no_blocks_are_empty() -> None:
+    for rows in ([Row(0, 64, 64, 0)], [Row(0, 16, 16, 0), Row(900, 16, 16, 16)]):
+        copies, begins = table(rows, 64).copies_by_row(ids(), ids())
+        assert len(copies.host) == 0
+        assert begins == [0] * (len(rows) + 1)
+
+
+def test_the_address_of_a_part_is_that_of_its_first_number() -> None:
+    numbers = np.arange(9, dtype=np.uint64)
+    assert address_of(numbers) == numbers.ctypes.data
+    assert address_of(numbers[4:]) == numbers.ctypes.data + 32
 
 
 @settings(deadline=None, max_examples=60)
