@@ -100,9 +100,9 @@ class Worker:
             self._begin(order, now_s, None)
         self._late_stores = []
         self._ends_seen.append(now_s)
-        now_s = self._ends_seen.popleft()
-        ended = [order for order in self._orders if order[0] <= now_s]
-        self._orders = deque(order for order in self._orders if order[0] > now_s)
+        seen_s = {Direction.LOAD: self._ends_seen.popleft(), Direction.STORE: now_s}  # see `take_late_report`
+        ended = [order for order in self._orders if order[0] <= seen_s[order[1].direction]]
+        self._orders = deque(order for order in self._orders if order[0] > seen_s[order[1].direction])
         report = StepReport({0: [result for _, result, _ in ended]}) if ended else None
         return KVConnectorOutput(
             finished_recving={request for _, _, request in ended if request is not None} or None,
@@ -268,7 +268,9 @@ def add_options(parser: argparse.ArgumentParser, *, ram_gb: float) -> None:
     parser.add_argument("--step-ms", type=float, default=8.0)
     parser.add_argument("--token-us", type=float, default=28.0)
     parser.add_argument("--link-gb-s", type=float, default=47.0)
-    parser.add_argument("--lag-steps", type=int, default=1, help="steps an answer is late; 1 with async scheduling")
+    parser.add_argument(
+        "--lag-steps", type=int, default=1, help="steps a load's answer is late; 1 with async scheduling"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
 
 

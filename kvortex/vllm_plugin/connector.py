@@ -58,9 +58,18 @@ class KVortexMetadata(KVConnectorMetadata):
 
 @dataclass
 class KVortexWorkerMetadata(KVConnectorWorkerMetadata):
-    """The workers' answers on their way back."""
+    """The workers' answers on their way back.
+
+    Attributes:
+        later: where worker and scheduler share a process: what has ended since the step was submitted. A worker of its
+            own is not asked again.
+    """
 
     report: StepReport = field(default_factory=StepReport)
+    later: Callable[[], StepReport | None] | None = None
+
+    def __reduce__(self) -> tuple[type[KVortexWorkerMetadata], tuple[StepReport]]:
+        return KVortexWorkerMetadata, (self.report,)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVortexWorkerMetadata:
         assert isinstance(other, KVortexWorkerMetadata), type(other)
@@ -150,6 +159,8 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KVortexWorkerMetadata):
             self._scheduler_side.answers(meta.report)
+            if meta.later is not None and (report := meta.later()) is not None:
+                self._scheduler_side.answers(report)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -214,7 +225,10 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker_side.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._worker_side.take_report()
+        worker = self._worker_side
+        report = worker.take_report()
+        if worker.awaits_stores:
+            return KVortexWorkerMetadata(report or StepReport(), worker.take_late_report)
         return None if report is None else KVortexWorkerMetadata(report)
 
     # ---- either role ----

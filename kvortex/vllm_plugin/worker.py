@@ -7,6 +7,7 @@ each step    bind -> the plan; loads submitted, stores submitted after the step'
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,9 @@ class WorkerSide:
         self._waiting: dict[JobId, tuple[str, CopyOrder]] = {}
         self._promised: set[JobId] = set()
         self._unpromisable: set[JobId] = set()
+        self._storing: set[JobId] = set()
+        self._set_aside: list[JobResult] = []
+        self._thread_id = 0
         self._clock = time.monotonic
         self._collected_at = self._clock()
         self._report: list[JobResult] = []
@@ -122,6 +126,7 @@ class WorkerSide:
 
     def bind(self, plan: StepPlan) -> None:
         """A step begins. Stores of an earlier step that vLLM ended without a forward pass are submitted now."""
+        self._thread_id = threading.get_ident()
         self.submit_stores()
         assert self._step_loads is None, "a step began before the last one's kernels were submitted"
         self._layer_waits.begin_step()
@@ -193,6 +198,7 @@ class WorkerSide:
             self._plan_number = None
         stores, self._stores = self._stores, []
         for store in stores:
+            self._storing.add(store.job_id)
             self.engine.submit([store], after=self._end_of(store.written_by))
 
     def _end_of(self, plan_number: int | None) -> Fence | None:
@@ -208,7 +214,8 @@ class WorkerSide:
         self.end_forward()
         now = self._clock()
         step_s, self._collected_at = now - self._collected_at, now
-        for result in self._engine.poll():
+        set_aside, self._set_aside = self._set_aside, []
+        for result in [*set_aside, *self._engine.poll()]:
             self._answer(result)
         if not self._waiting:
             return
@@ -222,6 +229,7 @@ class WorkerSide:
     def _answer(self, result: JobResult) -> None:
         self._report.append(result)
         if result.direction is Direction.STORE:
+            self._storing.discard(result.job_id)
             return
         if result.job_id in self._promised:
             self._promised.remove(result.job_id)
@@ -265,6 +273,23 @@ class WorkerSide:
                 report.step_seconds[number] = seconds
                 del self._stopwatches[number]
         return report if report.results or report.links or report.step_seconds else None
+
+    @property
+    def awaits_stores(self) -> bool:
+        """Whether stores are under way."""
+        return bool(self._storing)
+
+    def take_late_report(self) -> StepReport | None:
+        """The stores that have ended since the step was submitted, told when its output is taken: where steps overlap,
+        one step earlier or two, and a request may wait for it. Only for the thread that runs the steps."""
+        if self._engine is None or threading.get_ident() != self._thread_id:
+            return None
+        stored: list[JobResult] = []
+        for result in self._engine.poll():
+            # vLLM hears of loads in a step's own answer, and the scheduler side hears of them with it.
+            (stored if result.direction is Direction.STORE else self._set_aside).append(result)
+        self._storing.difference_update(result.job_id for result in stored)
+        return StepReport({self._rank: stored}) if stored else None
 
     def _untold_link(self) -> LinkFacts | None:
         """The link, where it is not what the scheduler side was told."""

@@ -271,6 +271,39 @@ def test_a_store_of_what_earlier_steps_wrote_does_not_wait_for_this_one(make: Ma
     assert wrong_in_ram(engine, talk(1, 85)) == 0
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_store_that_ends_while_the_step_runs_is_told_with_its_output(make: Make, num_ranks: int) -> None:
+    """By a worker in the scheduler's process; one of its own says it a step later."""
+    engine = make(num_blocks=20, num_ranks=num_ranks)
+    engine.add("a", talk(1, 60), max_tokens=4)
+    engine.schedule()
+    assert all(device.held for device in engine.devices)
+    end_copies(engine)
+    engine.take_output()
+    told = num_ranks == 1
+    assert engine.side.snapshot()["store"]["blocks"] == 7 * told
+    step(engine)
+    assert engine.side.snapshot()["store"]["blocks"] == 7
+    run(engine)
+    nothing_is_left(engine)
+
+
+def test_a_load_that_ends_while_the_step_runs_is_told_as_vllm_hears_of_it(make: Make) -> None:
+    engine = make(num_blocks=20)
+    in_ram_alone(engine, 1, 83)
+    engine.add("other", talk(5, 30), max_tokens=6)
+    engine.add("again", talk(1, 43), max_tokens=2)
+    engine.schedule()
+    assert any(engine.devices[0].direction(job) is Direction.STORE for job in engine.devices[0].held)
+    end_copies(engine)
+    engine.take_output()
+    assert engine.side.snapshot()["load"]["in_flight"] == 5
+    step(engine)
+    assert engine.side.snapshot()["load"]["in_flight"] == 0
+    run(engine)
+    nothing_is_left(engine)
+
+
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.TIMED_OUT])
 def test_a_failed_store_is_a_block_that_was_not_stored(make: Make, outcome: Outcome) -> None:
     engine = make(num_blocks=20)
