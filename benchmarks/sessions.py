@@ -32,6 +32,7 @@ from typing import Any
 
 import vllm
 from dummy_model import make_model
+from step_trace import FILE_VARIABLE
 
 from kvortex.bench.figures import percentile
 from kvortex.bench.request import Endpoint, Good
@@ -111,11 +112,14 @@ def later_turns(played: PlayedSessions) -> dict[str, float | None]:
     return {name: None if seconds is None else seconds * 1e3 for name, seconds in figures.items()}
 
 
-def run(mode: str, shape: Shape, load: SessionLoad, model: Path, logs: Path) -> dict[str, Any]:
+def run(mode: str, shape: Shape, load: SessionLoad, model: Path, logs: Path, *, trace: bool) -> dict[str, Any]:
     """One server's figures; what failed, where it did."""
-    command = [sys.executable, "-m", "kvortex.vllm_plugin.server", *arguments_of(mode, shape, model)]
+    server_program = [str(Path(__file__).with_name("step_trace.py"))] if trace else ["-m", "kvortex.vllm_plugin.server"]
+    command = [sys.executable, *server_program, *arguments_of(mode, shape, model)]
     ours = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", PLUGINS_VARIABLE: ",".join(OWN_PLUGINS)}
     environment = {**os.environ, **ours}
+    if trace:
+        environment[FILE_VARIABLE] = str((logs / f"{mode}.steps.jsonl").resolve())
     server = ServerProcess(command, environment, log=logs / f"{mode}.log", ready_within_s=START_WITHIN_S, say=say)
     try:
         with server:
@@ -131,6 +135,7 @@ def run(mode: str, shape: Shape, load: SessionLoad, model: Path, logs: Path) -> 
         "start_s": round(server.start_s, 1),
         "requests": dataclasses.asdict(measured.requests),
         "later_turns": later_turns(played),
+        "ttft_ms": [[round(r.ttft_s * 1e3, 1) for r in turn if isinstance(r, Good)] for turn in played.turns],
         "sessions": dataclasses.asdict(sessions),
         "sources": None if measured.sources is None else dataclasses.asdict(measured.sources),
         "notes": measured.notes,
@@ -154,6 +159,7 @@ def main() -> None:
     parser.add_argument("--all-gb", type=float, default=90.0, help="of KV in VRAM, mode vram (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--logs", type=Path, help="where the servers' output goes")
+    parser.add_argument("--trace", action="store_true", help="each engine's steps, beside its output: step_trace.py")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     modes = options.modes or list(MODES)
@@ -167,8 +173,9 @@ def main() -> None:
     model = make_model(folder / "model", shape.name)
     results: list[dict[str, Any]] = []
     for mode in modes:
-        results.append(run(mode, shape, load, model, logs))
-        print(json.dumps(results[-1], default=str), flush=True)
+        results.append(run(mode, shape, load, model, logs, trace=options.trace))
+        shown = {name: value for name, value in results[-1].items() if name != "ttft_ms"}
+        print(json.dumps(shown, default=str), flush=True)
         document = {
             "load": dataclasses.asdict(load),
             "vram_gb": shape.vram_gb,
