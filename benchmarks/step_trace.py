@@ -1,4 +1,4 @@
-"""A server whose engine writes down what each step took: one line of JSON a step, for `sessions.py --trace`.
+"""A server whose engine writes down what each step took: one line of JSON a step; `benchmarks/sessions.py --trace` starts it.
 
     KVORTEX_STEP_TRACE=steps.jsonl python benchmarks/step_trace.py MODEL [options of vllm serve]
 
