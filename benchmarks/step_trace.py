@@ -1,4 +1,4 @@
-"""A server whose engine writes down what each step took: one line of JSON a step; `benchmarks/sessions.py --trace` starts it.
+"""A server whose engine writes down what each step took, a line of JSON a step: `benchmarks/sessions.py --trace`.
 
     KVORTEX_STEP_TRACE=steps.jsonl python benchmarks/step_trace.py MODEL [options of vllm serve]
 
