@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +71,10 @@ _PHI: Final[Floats] = np.concatenate(
     axis=1,
 )
 _ZONE: Final = np.arange(NUM_BINS) // _BINS_A_ZONE
+_FROM, _TO = np.triu_indices(NUM_BINS + 1, 1)
+"""Of every stretch of ages, the edges where it begins and where it ends: by their begin, then by their end."""
+_BEGINS: Final = np.flatnonzero(np.diff(_FROM, prepend=-1))
+"""Where the stretches of each begin stand."""
 
 
 def age_bin(age_s: float) -> int:
@@ -79,8 +83,9 @@ def age_bin(age_s: float) -> int:
 
 
 def _logistic(logit: Floats) -> Floats:
-    # Clipped: exp of a large number is a warning, and nothing beyond matters.
-    return np.asarray(1 / (1 + np.exp(-np.clip(logit, -30.0, 30.0))))
+    # Clipped: exp of a large number is a warning, and nothing beyond matters. Not by `np.clip`, which costs more than
+    # all else on the few numbers of one prompt.
+    return np.asarray(1 / (1 + np.exp(-np.minimum(np.maximum(logit, -30.0), 30.0))))
 
 
 class HazardModel:
@@ -94,8 +99,8 @@ class HazardModel:
         self._squares = np.full((num_facts, _BUMPS), _FIRST_SQUARES)
         self._mean_weight = 4.0
         self._classes: dict[tuple[int, ...], int] = {}
-        self._hits = np.zeros((_MAX_CLASSES, _NUM_ZONES))
-        self._expected = np.zeros((_MAX_CLASSES, _NUM_ZONES))
+        self._counts = np.zeros((2, _MAX_CLASSES, _NUM_ZONES))
+        """Hits, and hits that the regression expected."""
         self._faded_at_s = -math.inf
         self._events: list[tuple[bytes, int, bool, float, int]] = []
 
@@ -132,8 +137,8 @@ class HazardModel:
         phi = _PHI[bins]
         chance = _logistic(self._base[bins] + ((facts @ self._weights) * phi).sum(1))
         self._fade(now_s)
-        np.add.at(self._hits, (classes, _ZONE[bins]), hits * raw)
-        np.add.at(self._expected, (classes, _ZONE[bins]), chance * raw)
+        for counts, events_of in zip(self._counts, (hits, chance), strict=True):
+            np.add.at(counts, (classes, _ZONE[bins]), events_of * raw)
         # AdaGrad in small batches: squares of single events' gradients, so the step is that of single events.
         slope = (chance - hits) * weight
         self._squares += (facts * facts).T @ ((slope * slope)[:, None] * phi * phi)
@@ -145,26 +150,27 @@ class HazardModel:
         passed = now_s - self._faded_at_s
         if passed > _FADE_EVERY_S:
             factor = math.exp(-passed / _MEMORY_S)
-            self._hits *= factor
-            self._expected *= factor
+            self._counts *= factor
             self._faded_at_s = now_s
 
     def worth(self, facts: Sequence[Sequence[float]], classes: Sequence[int]) -> NDArray[np.float32]:
         """Expected hits a second of holding, one row for each row of facts, at each edge of the age bins."""
         hazard = _logistic(self._base + (np.array(facts, np.float64) @ self._weights) @ _PHI.T)
-        numbers = np.array(classes)
-        hits, expected = self._hits[numbers][:, _ZONE], self._expected[numbers][:, _ZONE]
-        hazard = np.minimum(hazard * (hits + _PRIOR_HITS) / (expected + _PRIOR_HITS), _MAX_HAZARD)
-        rows = len(hazard)
-        alive = np.ones((rows, NUM_BINS + 1))
-        np.cumprod(1 - hazard, axis=1, out=alive[:, 1:])
-        held = np.zeros((rows, NUM_BINS + 1))
-        np.cumsum(alive[:, :-1] * _WIDTHS * (1 - hazard / 2), axis=1, out=held[:, 1:])
-        gained: Any = alive[:, :-1, None] - alive[:, None, 1:]  # [row, from, to]
-        spent: Any = held[:, None, 1:] - held[:, :-1, None]
-        # An end that is before its start gains nothing, or less: it is never the best.
-        best = (gained / np.maximum(spent, 1e-9)).max(2)
+        hits, expected = self._counts.take(classes, 1).take(_ZONE, 2) + _PRIOR_HITS
+        hazard = np.minimum(hazard * hits / expected, _MAX_HAZARD)
+        lived = 1 - hazard / 2  # share of the bin, mean of the blocks that reach it
+        edges = np.zeros((2, len(hazard), NUM_BINS + 1))
+        alive, held = edges
+        alive[:, 0] = 1
+        np.multiply.accumulate(1 - hazard, axis=1, out=alive[:, 1:])
+        reach = alive[:, :-1]
+        np.add.accumulate(reach * _WIDTHS * lived, axis=1, out=held[:, 1:])
+        lost, spent = edges.take(_TO, 2) - edges.take(_FROM, 2)
+        best = -np.minimum.reduceat(lost / np.maximum(spent, 1e-9), _BEGINS, axis=1)
         # Where hardly any survive the differences cancel to noise; a horizon of one bin needs none.
-        one_bin = hazard / (_WIDTHS * (1 - hazard / 2))
-        best = np.where(alive[:, :-1] > 1e-6, np.maximum(best, one_bin), one_bin)
-        return np.asarray(np.concatenate([best, best[:, -1:]], axis=1), np.float32)
+        one_bin = hazard / (_WIDTHS * lived)
+        np.maximum(best, one_bin, out=one_bin, where=reach > 1e-6)
+        worth = np.empty((len(hazard), NUM_BINS + 1), np.float32)
+        worth[:, :-1] = one_bin
+        worth[:, -1] = worth[:, -2]
+        return worth
