@@ -28,6 +28,10 @@ class KeyTable:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._shards[key[0]]
 
+    def get(self, key: BlockKey) -> int | None:
+        """The slot of one key; None if it is not here."""
+        return self._shards[key[0]].get(key)
+
     def prefix(self, keys: Iterable[BlockKey]) -> list[int]:
         """The slots of `keys` up to the first one that is not here."""
         shards = self._shards
@@ -42,7 +46,7 @@ class KeyTable:
     def found(self, keys: Iterable[BlockKey]) -> dict[int, int]:
         """Index in `keys` -> slot, of those that are here."""
         shards = self._shards
-        return {i: shards[key[0]][key] for i, key in enumerate(keys) if key in shards[key[0]]}
+        return {i: slot for i, key in enumerate(keys) if (slot := shards[key[0]].get(key)) is not None}
 
     def missing(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
         """Those of `keys` that are not here."""

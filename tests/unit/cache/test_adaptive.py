@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kvortex.cache.policies import Adaptive
 from kvortex.cache.policies.adaptive import policy as policy_module
 from kvortex.cache.policies.adaptive.facts import NUM_FACTS, cut
-from kvortex.cache.policies.adaptive.hazard import EDGES_S, HazardModel, age_bin
+from kvortex.cache.policies.adaptive.hazard import EDGES_S, NUM_BINS, HazardModel, age_bin
 from kvortex.cache.policies.adaptive.lru_judge import LRUJudge
+from kvortex.cache.policies.adaptive.prompts import Stretch
 from kvortex.cache.policies.adaptive.runs import NO_RUN, NO_SLOT, Runs, Visit
 from kvortex.keys import BlockKey, block_key
 from tests.fakes.clock import FakeClock
@@ -59,16 +60,49 @@ def test_a_held_block_outlives_the_memory_of_its_prompt(few_ghosts: None) -> Non
     assert policy.evict(3) == [2, 1, 0]
 
 
-@settings(deadline=None, max_examples=60)
+def one_by_one(policy: Adaptive) -> Adaptive:
+    """The same policy without its short cuts: each block is moved, and looked for in its run, on its own."""
+    runs = policy._runs
+
+    def held(known: dict[int, int]) -> list[Stretch]:
+        return [Stretch(j, [slot], runs.run_of[slot], runs.depth_of[slot]) for j, slot in known.items() if slot >= 0]
+
+    def add(slot: int, run: int, depth: int, *, blocked: bool = False, behind: int = NO_SLOT) -> None:
+        Runs.add(runs, slot, run, depth, blocked=blocked)
+
+    policy._told._held = held  # type: ignore[method-assign]
+    runs.add = add  # type: ignore[method-assign]
+    return policy
+
+
+def assert_same(one: Adaptive, other: Adaptive) -> None:
+    """They know the same, down to which of two equal key objects is kept, and would give up the same in turn."""
+    assert one._runs._columns == other._runs._columns
+    for its_keys, others_keys in zip(one._runs.keys, other._runs.keys, strict=True):
+        assert [id(key) for key in its_keys] == [id(key) for key in others_keys]
+    assert one._runs.run_of == other._runs.run_of
+    assert one._runs._blocked == other._runs._blocked
+    alive = [run for run, birth in enumerate(one._runs.birth) if birth >= 0]
+    for run in alive:
+        assert list(one._runs.from_deepest(run)) == list(other._runs.from_deepest(run))
+        assert [one._runs.depth_of[slot] for slot in one._runs.from_deepest(run)] == [
+            other._runs.depth_of[slot] for slot in other._runs.from_deepest(run)
+        ]
+    for ranked in ("_by_rank", "_by_age", "_others"):
+        assert vars(getattr(one._leaves, ranked)) == vars(getattr(other._leaves, ranked))
+
+
+@settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 10**6))
 def test_every_count_holds_whatever_happens(seed: int) -> None:
-    """A tiny memory, prompts that are prefixes of each other, stores in any order."""
+    """A tiny memory, prompts that are prefixes of each other, stores in any order; with short cuts and without."""
     generator = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_module, "_MIN_GHOSTS", 4)
         patch.setattr(policy_module, "_MIN_BIRTHS", 16)
         clock = FakeClock()
-        policy = Adaptive(NUM_SLOTS, clock=clock)
+        policy, plain = Adaptive(NUM_SLOTS, clock=clock), one_by_one(Adaptive(NUM_SLOTS, clock=clock))
+    both = policy, plain
     held: dict[BlockKey, int] = {}
     blocked: set[int] = set()
     chains = [[100 * chain + i for i in range(9)] for chain in range(4)]
@@ -76,29 +110,42 @@ def test_every_count_holds_whatever_happens(seed: int) -> None:
         clock.advance(generator.choice([0.0, 1.0, 20.0, 4000.0]))
         chain = generator.choice(chains)
         keys = keys_of(*chain[: generator.randint(1, 9)])
-        policy.prompt(keys, 16 * len(keys))
+        for each in both:
+            each.prompt(keys, 16 * len(keys))
         if generator.random() < 0.5:
-            policy.answered(keys_of(*chain[: len(keys) + 2]), 30)
+            answer = keys_of(*chain[: len(keys) + 2])
+            for each in both:
+                each.answered(answer, 30)
         fresh = [key for key in keys if key not in held][: NUM_SLOTS - len(blocked)]
-        generator.shuffle(fresh)
+        if generator.random() < 0.5:
+            generator.shuffle(fresh)
         lacking = len(fresh) - (NUM_SLOTS - len(held))
         victims, declined = policy.choose(fresh, lacking) if lacking > 0 else ([], frozenset())
+        if lacking > 0:
+            assert plain.choose(fresh, lacking) == (victims, declined)
         held = {key: slot for key, slot in held.items() if slot not in victims}
         fresh = [key for key in fresh if key not in declined]
         slots = [slot for slot in range(NUM_SLOTS) if slot not in held.values()][: len(fresh)]
-        policy.admitted(slots, fresh)
         held.update(zip(fresh, slots, strict=True))
         pinned = [slot for slot in held.values() if slot not in blocked and generator.random() < 0.2]
-        policy.blocked(pinned)
         unpinned = [slot for slot in blocked if generator.random() < 0.5]
-        policy.evictable(unpinned)
+        for each in both:
+            each.admitted(slots, fresh)
+            each.blocked(pinned)
+            each.evictable(unpinned)
         blocked = (blocked | set(pinned)) - set(unpinned)
         if held and generator.random() < 0.2:
             key, slot = generator.choice(list(held.items()))
-            policy.removed([slot])
+            for each in both:
+                each.removed([slot])
             del held[key]
             blocked.discard(slot)
         policy.check()
+        assert_same(policy, plain)
+        for key, place in policy._known._places.items():
+            if place >= 0:
+                its_keys = policy._runs.keys[policy._runs.run_of[place]]
+                assert its_keys[policy._runs.depth_of[place]] is key, "its bytes are kept twice"
         assert len(policy) == len(held) - len(blocked)
 
 
@@ -207,6 +254,27 @@ def test_what_never_comes_back_is_worth_less_than_what_does() -> None:
     assert worth[0][0] > 5 * worth[1][0]
 
 
+@given(hits=st.lists(st.booleans(), min_size=64, max_size=640), data=st.data())
+def test_worth_is_that_of_the_best_horizon(hits: list[bool], data: st.DataObject) -> None:
+    model = HazardModel(NUM_FACTS)
+    nothing = np.zeros(NUM_FACTS, np.float32)
+    for hit in hits:
+        bin_ = data.draw(st.integers(0, NUM_BINS - 1)) if hit else 0
+        model.saw(nothing.tobytes(), bin_, hit=hit, blocks=4, class_=1)
+    model.learn(0.0)
+    worth = model.worth([nothing.tolist(), nothing.tolist()], [0, 0])
+    hazard = np.minimum(1 / (1 + np.exp(-model._base)), 0.95)  # without facts, in a class of which nothing is known
+    for start in range(NUM_BINS):
+        alive, gained, spent, best = 1.0, 0.0, 0.0, 0.0
+        for bin_ in range(start, NUM_BINS):
+            gained += alive * hazard[bin_]
+            spent += alive * (EDGES_S[bin_ + 1] - EDGES_S[bin_]) * (1 - hazard[bin_] / 2)
+            alive *= 1 - hazard[bin_]
+            best = max(best, gained / spent)
+        assert worth[:, start] == pytest.approx([best, best], rel=1e-4)
+    assert (worth[:, NUM_BINS] == worth[:, NUM_BINS - 1]).all()
+
+
 def test_ages_fall_into_bins_and_the_oldest_into_the_last() -> None:
     assert age_bin(0.0) == 0
     assert age_bin(EDGES_S[3]) == 3
@@ -262,6 +330,19 @@ def test_blocks_on_which_a_held_run_hangs_stay() -> None:
     assert runs.next_depth(parent) == 3
     assert list(runs.from_deepest(parent)) == [6, 5]
     assert runs.remove_tail(kid, 9) == ([4], parent)
+
+
+def test_what_is_left_of_a_run_hangs_on_the_last_block_taken_from_it() -> None:
+    policy = Adaptive(NUM_SLOTS, clock=FakeClock())
+    policy.prompt(keys_of(1, 2, 3, 4, 5), 80)
+    policy.admitted([0, 1, 2, 3, 4], keys_of(1, 2, 3, 4, 5))
+    runs = policy._runs
+    old = runs.run_of[3]
+    assert [runs.depth_of[slot] for slot in (0, 3)] == [0, 3]
+    policy.prompt(keys_of(1, 2, 3, 6), 64)
+    new = runs.run_of[2]
+    assert [runs.run_of[slot] for slot in range(4)] == [new, new, new, old]
+    assert (runs.parent_of(old), runs._parent_depth[old]) == (new, 2)
 
 
 def test_a_block_that_comes_late_finds_its_place() -> None:

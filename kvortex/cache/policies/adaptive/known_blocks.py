@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvortex.cache.key_table import KeyTable
 from kvortex.cache.policies.adaptive.runs import Runs
@@ -32,6 +32,18 @@ class KnownBlocks:
     def run_at(self, place: int) -> int:
         return self._runs.run_of[place] if place >= 0 else (-1 - place) >> 1
 
+    def runs_at(self, places: Iterable[int]) -> list[int]:
+        """The run of each place."""
+        run_of = self._runs.run_of
+        return [run_of[place] if place >= 0 else (-1 - place) >> 1 for place in places]
+
+    def deepest(self, keys: Sequence[BlockKey]) -> tuple[int, int] | None:
+        """Index in `keys` of the last one that is known, and its place. Costs those behind it."""
+        for index in range(len(keys) - 1, -1, -1):
+            if (place := self._places.get(keys[index])) is not None:
+                return index, place
+        return None
+
     @staticmethod
     def run_of_ghost(place: int | None) -> int:
         assert place is not None, "a block that is not known"
@@ -54,15 +66,16 @@ class KnownBlocks:
     def move_ghosts(self, keys: Sequence[BlockKey], before: Sequence[int], after: Sequence[int]) -> None:
         """Ghosts belong to other runs: `after[i]` instead of `before[i]`."""
         self._places.move(keys, [_ghost(run) for run in after])
-        self.rename(before, after)
-
-    def rename(self, before: Sequence[int], after: Sequence[int]) -> None:
-        """Counts blocks that went from run to run."""
         named = self._runs.named
         for run in before:
             named[run] -= 1
         for run in after:
             named[run] += 1
+
+    def moved(self, before: int, after: int, count: int) -> None:
+        """So many blocks that are held went from run to run."""
+        self._runs.named[before] -= count
+        self._runs.named[after] += count
 
     def hold(self, keys: Sequence[BlockKey], slots: Sequence[int]) -> list[int | None]:
         """Ghosts are held from now on. Returns the place that each had; None for a key not known, which is left out."""
@@ -98,11 +111,12 @@ class KnownBlocks:
         return Counter(self.run_at(place) for _, place in self._places.items())
 
     def not_given_up(self, found: Mapping[int, int]) -> int:
-        """How many leading blocks are held, or were never given up: one that was never stored is nobody's fault."""
-        count = 0
-        while (place := found.get(count)) is not None and not self.was_given_up(place):
-            count += 1
-        return count
+        """Of what `find` found: how many leading blocks are held, or were never given up. One that was never stored is
+        nobody's fault."""
+        for count, (index, place) in enumerate(found.items()):
+            if index != count or self.was_given_up(place):
+                return count
+        return len(found)
 
 
 def _ghost(run: int, *, given_up: bool = False) -> int:

@@ -21,7 +21,7 @@ from kvortex.cache.policies.adaptive.leaves import Leaves
 from kvortex.cache.policies.adaptive.lru_judge import LRUJudge
 from kvortex.cache.policies.adaptive.newcomers import Newcomers
 from kvortex.cache.policies.adaptive.prompts import Prompts
-from kvortex.cache.policies.adaptive.runs import NO_RUN, Runs
+from kvortex.cache.policies.adaptive.runs import NO_RUN, NO_SLOT, Runs
 from kvortex.cache.policies.base import Choice, displace
 from kvortex.keys import BlockKey
 
@@ -126,12 +126,13 @@ class Adaptive:
             runs.keys[run] = its_keys[:depth] + some + its_keys[depth + len(some) :]
             return end
         changed = list(its_keys)
-        end = start
+        end, last = start, NO_SLOT
         while end < len(keys) and self._known.run_of_ghost(places[end]) == run:
             if depth >= len(its_keys) or its_keys[depth] != keys[end]:
                 depth = its_keys.index(keys[end])
             changed[depth] = keys[end]
-            runs.add(slots[end], run, depth)
+            runs.add(slots[end], run, depth, behind=last)
+            last = slots[end]
             depth += 1
             end += 1
         runs.keys[run] = tuple(changed)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Final
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 from kvortex.cache.policies.adaptive.births import Births
 from kvortex.cache.policies.adaptive.facts import (
@@ -29,6 +31,15 @@ _OUTPUT_STEP: Final = 0.02
 """Share by which the mean length of answers follows each answer."""
 
 
+class Stretch(NamedTuple):
+    """Held blocks of a prompt from block `start` on; those of `run` from `depth` on, in order."""
+
+    start: int
+    slots: list[int]
+    run: int
+    depth: int
+
+
 class Prompts:
     """Follows conversations, teaches the model, and gives each block its newest run. Shares the parts it is given."""
 
@@ -47,10 +58,13 @@ class Prompts:
         """A prompt of distinct blocks, at a time that is not before the last one."""
         self._let_time_pass(now_s)
         known = self._known.find(keys)
-        old: list[int] = []
-        for j, place in known.items():
-            # Blocks forgotten before a ghost were of its run.
-            old.extend([self._known.run_at(place)] * (j + 1 - len(old)))
+        old = self._known.runs_at(known.values())
+        if old and (deepest := next(reversed(known))) >= len(old):
+            of_known, old = old, []
+            for j, run in zip(known, of_known, strict=True):
+                # Blocks forgotten before a ghost were of its run.
+                old.extend([run] * (j + 1 - len(old)))
+            assert len(old) == deepest + 1, (len(old), deepest)
         visit = self._visit(old, len(keys), num_tokens)
         lru_prefix = self._learn_hits(old)
         self._judge.saw(self._known.not_given_up(known), lru_prefix, len(keys))
@@ -66,12 +80,12 @@ class Prompts:
 
     def answered(self, keys: Sequence[BlockKey], num_output_tokens: int) -> None:
         """A prompt's answer is complete; `keys` may go on with its blocks."""
-        known = self._known.find(keys)
-        if not known:
+        last = self._known.deepest(keys)
+        if last is None:
             return
         runs = self._runs
-        deepest = max(known)
-        run = self._known.run_at(known[deepest])
+        deepest, place = last
+        run = self._known.run_at(place)
         visit = runs.visit[run]
         if visit.answered:
             return
@@ -136,25 +150,44 @@ class Prompts:
 
     def _rebirth(self, keys: list[BlockKey], known: dict[int, int], old: Sequence[int], visit: Visit) -> None:
         runs = self._runs
-        for j, place in known.items():
-            if place >= 0:  # of equal keys, the object that is held already
-                keys[j] = runs.keys[runs.run_of[place]][runs.depth_of[place]]
+        held = self._held(known)
+        for stretch in held:  # of equal keys, the objects that are held already
+            j, depth, count = stretch.start, stretch.depth, len(stretch.slots)
+            keys[j : j + count] = runs.keys[stretch.run][depth : depth + count]
+        born = self._bear(keys, old, visit)
         changed: dict[int, None] = {}
-        at: list[tuple[int, int]] = []  # of each block: its new run, and the depth there
-        for run, part in self._bear(keys, old, visit):
-            if part.start:
-                runs.hang(run, *at[-1])
-            changed[run] = None
-            at.extend((run, depth) for depth in range(part.end - part.start))
-        self._move(keys, known, at, changed)
+        for (before, part), (run, _) in pairwise(born):
+            runs.hang(run, before, part.end - part.start - 1)
+        changed.update(dict.fromkeys(run for run, _ in born))
+        self._move(keys, known, held, born, changed)
         # What is left of old runs hangs on the last block taken from each.
-        for run, (parent, depth) in dict(zip(old, at, strict=False)).items():
-            changed[runs.hang(run, parent, depth)] = None
+        starts = [part.start for _, part in born]
+        for run, j in {run: j for j, run in enumerate(old)}.items():
+            new, part = born[bisect_right(starts, j) - 1]
+            changed[runs.hang(run, new, j - part.start)] = None
             changed[run] = None
         changed.pop(NO_RUN, None)
         for run in changed:
             self._leaves.settle(run)
             self._births.end_if_over(run)
+
+    def _held(self, known: dict[int, int]) -> list[Stretch]:
+        """Those of a prompt's blocks that are held, in stretches that lie one behind the other in one run."""
+        run_of, depth_of = self._runs.run_of, self._runs.depth_of
+        stretches: list[Stretch] = []
+        slots: list[int] = []
+        next_index = next_depth = -1
+        run = NO_RUN
+        for j, place in known.items():
+            if place < 0:
+                continue
+            depth = depth_of[place]
+            if j != next_index or depth != next_depth or run_of[place] != run:
+                run, slots = run_of[place], []
+                stretches.append(Stretch(j, slots, run, depth))
+            slots.append(place)
+            next_index, next_depth = j + 1, depth + 1
+        return stretches
 
     def _bear(self, keys: Sequence[BlockKey], old: Sequence[int], visit: Visit) -> list[tuple[int, Cut]]:
         runs = self._runs
@@ -177,30 +210,38 @@ class Prompts:
         return born
 
     def _move(
-        self, keys: Sequence[BlockKey], known: dict[int, int], at: Sequence[tuple[int, int]], changed: dict[int, None]
+        self,
+        keys: Sequence[BlockKey],
+        known: dict[int, int],
+        held: Sequence[Stretch],
+        born: Sequence[tuple[int, Cut]],
+        changed: dict[int, None],
     ) -> None:
         """Files every block of a prompt under its new run; those held keep their slots."""
         runs = self._runs
-        ghosts: list[int] = []
-        held: list[int] = []
-        before = {j: self._known.run_at(place) for j, place in known.items()}
-        changed.update(dict.fromkeys(before.values()))
-        for j, place in known.items():
-            if place < 0:
-                ghosts.append(j)
-                continue
-            held.append(j)
-            blocked = runs.is_blocked(place)
-            changed[runs.remove(place)] = None
-            runs.add(place, *at[j], blocked=blocked)
-        self._known.rename([before[j] for j in held], [at[j][0] for j in held])
-        self._known.move_ghosts([keys[j] for j in ghosts], [before[j] for j in ghosts], [at[j][0] for j in ghosts])
-        new: dict[int, list[BlockKey]] = {}
-        for j, key in enumerate(keys):
-            if j not in known:
-                new.setdefault(at[j][0], []).append(key)
-        for run, run_keys in new.items():
-            self._known.add_ghosts(run_keys, run)
+        before = self._known.runs_at(known.values())
+        changed.update(dict.fromkeys(before))
+        ghosts = [(j, run) for (j, place), run in zip(known.items(), before, strict=True) if place < 0]
+        starts = [part.start for _, part in born]
+        for stretch in held:
+            start, end = stretch.start, stretch.start + len(stretch.slots)
+            j = start
+            while j < end:
+                run, part = born[bisect_right(starts, j) - 1]
+                some = stretch.slots[j - start : part.end - start]
+                changed[runs.move(some, run, j - part.start)] = None
+                self._known.moved(stretch.run, run, len(some))
+                j += len(some)
+        if ghosts:
+            after = [born[bisect_right(starts, j) - 1][0] for j, _ in ghosts]
+            self._known.move_ghosts([keys[j] for j, _ in ghosts], [run for _, run in ghosts], after)
+        num_known = next(reversed(known)) + 1 if known else 0  # with those forgotten in between
+        for run, part in born:
+            new = keys[part.start : part.end]
+            if part.start < num_known:
+                new = [key for j, key in enumerate(new, part.start) if j not in known]
+            if new:
+                self._known.add_ghosts(new, run)
 
     def _set_worth(self, some: Sequence[int], facts: Sequence[tuple[float, ...]]) -> None:
         runs = self._runs

@@ -158,8 +158,9 @@ class Runs:
     def is_blocked(self, slot: int) -> bool:
         return self._blocked[slot] != 0
 
-    def add(self, slot: int, run: int, depth: int, *, blocked: bool = False) -> None:
-        """The run's block at `depth` is in `slot`. Constant time for blocks that come head first."""
+    def add(self, slot: int, run: int, depth: int, *, blocked: bool = False, behind: int = NO_SLOT) -> None:
+        """The run's block at `depth` is in `slot`. Constant time for blocks that come head first, or right behind the
+        slot that `behind` guesses."""
         assert self.run_of[slot] == NO_RUN, f"slot {slot} is in run {self.run_of[slot]} already"
         self.run_of[slot] = run
         self.depth_of[slot] = depth
@@ -167,6 +168,10 @@ class Runs:
         self.evictable[run] += not blocked
         first = self.deepest[run] == NO_SLOT
         deeper, shallower = NO_SLOT, self.deepest[run]
+        if behind != NO_SLOT and self.run_of[behind] == run and self.depth_of[behind] < depth:
+            next_deeper = self._deeper[behind]
+            if next_deeper != NO_SLOT and self.depth_of[next_deeper] > depth:
+                deeper, shallower = next_deeper, behind
         while shallower != NO_SLOT and self.depth_of[shallower] > depth:
             deeper, shallower = shallower, self._shallower[shallower]
         self._deeper[slot] = deeper
@@ -220,6 +225,47 @@ class Runs:
         if shallower != NO_SLOT:
             self._deeper[shallower] = deeper
         return self._drop_from_parent(run) if self.deepest[run] == NO_SLOT else NO_RUN
+
+    def move(self, slots: Sequence[int], run: int, depth: int) -> int:
+        """`remove` and `add` for each of these slots, head first: they go to `depth` and on of a run that holds nothing
+        as deep, pins and all. Returns the run that has one kid less by it, else NO_RUN.
+
+        Args:
+            slots: of one run, each one deeper there than the one before it.
+        """
+        # A run gets its parent with its first block and loses it with its last: in this order, whatever the length.
+        first, *rest = slots
+        blocked = self._blocked
+        is_blocked = blocked[first] != 0
+        parent = self.remove(first)
+        self.add(first, run, depth, blocked=is_blocked)
+        if not rest:
+            return parent
+        run_of, depth_of = self.run_of, self.depth_of
+        deeper_of, shallower_of = self._deeper, self._shallower
+        before = run_of[rest[0]]
+        evictable = 0
+        for slot in rest:
+            depth += 1
+            assert run_of[slot] == before, f"slot {slot} is in run {run_of[slot]}, not {before}"
+            run_of[slot] = run
+            depth_of[slot] = depth
+            evictable += not blocked[slot]
+        self.evictable[before] -= evictable
+        self.evictable[run] += evictable
+        # Among themselves they are linked already.
+        head, tail = rest[0], rest[-1]
+        deeper, shallower = deeper_of[tail], shallower_of[head]
+        if deeper == NO_SLOT:
+            self.deepest[before] = shallower
+        else:
+            shallower_of[deeper] = shallower
+        if shallower != NO_SLOT:
+            deeper_of[shallower] = deeper
+        deeper_of[first], shallower_of[head] = head, first
+        deeper_of[tail] = NO_SLOT
+        self.deepest[run] = tail
+        return self._drop_from_parent(before) if self.deepest[before] == NO_SLOT else NO_RUN
 
     def remove_tail(self, run: int, count: int) -> tuple[list[int], int]:
         """The same for up to `count` slots of a leaf, tail first: down to a pin, or to what a kid hangs on. Returns
