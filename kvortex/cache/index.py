@@ -71,6 +71,9 @@ class BlockIndex:
             return KeyState.READY
         return KeyState.WRITING if key in self._writing else KeyState.ABSENT
 
+    def is_ready(self, key: BlockKey) -> bool:
+        return key in self._ready
+
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
         """The slots of the longest prefix of `keys` that is READY. Pin them before anything else changes."""
         return self._ready.prefix(keys)
@@ -101,6 +104,10 @@ class BlockIndex:
         state = self.slot_state(slot)
         assert state in (SlotState.WRITING, SlotState.READY), f"slot {slot} is {state.name}"
         return self._keys[slot]
+
+    def loose_key(self, slot: int) -> BlockKey | None:
+        """The key of a READY slot that has no pin; None for any other slot."""
+        return self._keys[slot] if self._states[slot] == _READY and slot not in self._pins else None
 
     def pins_of(self, slot: int) -> int:
         return self._pins.get(slot, 0)

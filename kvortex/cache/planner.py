@@ -181,7 +181,7 @@ class OffloadPlanner:
             return [], []
         first = max(line.first_blocks, self._ahead_blocks)
         blocks, first = self._next_prompts(vram, first, min(line.blocks + self._ahead_blocks, first + MOST_BEHIND))
-        due = [place for place, block_id in enumerate(blocks) if self._residency.is_due(block_id)]
+        due = self._residency.due_among(blocks)
         spared = self._spare(len(due) - free_slots, vram.in_use)
         at_hand = free_slots + len(spared)
         urgent = bisect_left(due, first)
@@ -206,16 +206,17 @@ class OffloadPlanner:
         """
         blocks: list[int] = []
         edge, last_s = 0, math.inf
+        let_go_of, least = self._residency.let_go_s, min(first, most)
         for block_id in vram.next_taken():
-            let_go_s = self._residency.let_go_s(block_id)
-            is_edge = let_go_s is None or let_go_s != last_s
-            if is_edge and len(blocks) >= first and not edge:
-                edge = len(blocks)
-            if is_edge and len(blocks) >= most:
-                self._let_go_after_s = last_s
-                break
+            let_go_s = let_go_of.get(block_id, math.inf)
+            if len(blocks) >= least and (let_go_s == math.inf or let_go_s != last_s):
+                if len(blocks) >= first and not edge:
+                    edge = len(blocks)
+                if len(blocks) >= most:
+                    self._let_go_after_s = last_s
+                    break
             blocks.append(block_id)
-            last_s = math.inf if let_go_s is None else let_go_s
+            last_s = let_go_s
         else:
             self._let_go_after_s = math.inf
         return blocks, edge or len(blocks)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvortex.cache.index import BlockIndex
 from kvortex.keys import BlockKey
@@ -100,7 +101,9 @@ class PrefixMatcher:
         if end <= local_tokens:
             return miss
         for group in self._full:
-            slots[group.group_id] = {i: s for i, s in slots[group.group_id].items() if i < end // group.block_size}
+            found_here, count = slots[group.group_id], (end - local_tokens) // group.block_size
+            if len(found_here) > count:
+                slots[group.group_id] = dict(islice(found_here.items(), count))
         for group in self._sliding:
             held = present[group.group_id]
             slots[group.group_id] = {i: held[i] for i in self._needed(group, local_tokens, end)}

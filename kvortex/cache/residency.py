@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from itertools import islice
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvortex.keys import BlockKey
 
@@ -26,8 +25,7 @@ EXAMINED_PER_CANDIDATE = 2
 _LOOKS: Final = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A resident block that may be stored.
 
     Attributes:
@@ -110,9 +108,35 @@ class Residency:
         """True while a store of this block is wanted and was not ordered."""
         return block_id in self._queue
 
-    def let_go_s(self, block_id: int) -> float | None:
-        """When a request last let go of this complete block; None if none has."""
-        return self._let_go_s.get(block_id)
+    def due_among(self, block_ids: Iterable[int]) -> list[int]:
+        """Index in `block_ids` of those for which `is_due`."""
+        due = self._queue
+        return [i for i, block_id in enumerate(block_ids) if block_id in due]
+
+    def at_stake(
+        self, next_taken: Iterable[int], count: int, *, hit: Set[BlockKey], copied_from: Container[int]
+    ) -> bool:
+        """Whether one of the next `count` blocks that VRAM takes is due for a copy or being copied.
+
+        Args:
+            hit: complete blocks that are taken out of VRAM's order before.
+            copied_from: the blocks that stores read.
+        """
+        key_of, due = self._key_of, self._queue
+        for block_id in next_taken:
+            if key_of.get(block_id) in hit:
+                continue
+            if not count:
+                return False
+            if block_id in due or block_id in copied_from:
+                return True
+            count -= 1
+        return False
+
+    @property
+    def let_go_s(self) -> Mapping[int, float]:
+        """When a request last let go of each complete block of which one has."""
+        return self._let_go_s
 
     def stays(self, key: BlockKey, *, in_use: Callable[[int], bool], let_go_after_s: float) -> bool:
         """True for a clean block that VRAM will keep for a while, and whose copy was not spared since its last use."""
@@ -143,12 +167,16 @@ class Residency:
         """VRAM block `block_id` is complete and found under `key`; `in_ram` if a copy is published already."""
         if block_id in self._key_of:
             return  # vLLM may file one block under more hashes; the first names it
-        self._worth_a_copy(key)  # that it was computed again is a use
+        if key in self._given_up_keys:
+            self._worth_a_copy(key)  # that it was computed again is a use
         self._key_of[block_id] = key
         self.changes += 1
         self._number_of[block_id] = self._next_number
         self._next_number += 1
-        self._blocks_of.setdefault(key, set()).add(block_id)
+        if (blocks := self._blocks_of.get(key)) is None:
+            self._blocks_of[key] = {block_id}
+        else:
+            blocks.add(block_id)
         if in_ram:
             self._clean_keys.add(key)
         if key in self._clean_keys:
@@ -170,8 +198,9 @@ class Residency:
         if key in self._given_up_keys:
             self._given_up_blocks -= 1
         blocks = self._blocks_of[key]
-        blocks.remove(block_id)
-        if not blocks:
+        if len(blocks) > 1:
+            blocks.remove(block_id)
+        else:
             del self._blocks_of[key]
             self._clean_keys.discard(key)
             self._given_up_keys.discard(key)

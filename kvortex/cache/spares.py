@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvortex.cache.index import BlockIndex, SlotState
+from kvortex.cache.index import BlockIndex
 from kvortex.cache.residency import Residency
 
 
@@ -38,12 +38,7 @@ class Spares:
         taken: list[int] = []
         while self._slots and len(taken) < count:
             slot, _ = self._slots.popitem()
-            if self._is_spare(slot, in_use, let_go_after_s):
+            key = self._index.loose_key(slot)
+            if key is not None and self._residency.stays(key, in_use=in_use, let_go_after_s=let_go_after_s):
                 taken.append(slot)
         return taken
-
-    def _is_spare(self, slot: int, in_use: Callable[[int], bool], let_go_after_s: float) -> bool:
-        index = self._index
-        if index.slot_state(slot) is not SlotState.READY or index.pins_of(slot):
-            return False
-        return self._residency.stays(index.key_of(slot), in_use=in_use, let_go_after_s=let_go_after_s)

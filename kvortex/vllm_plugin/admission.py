@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kvortex.cache.costs import PromptWork, prompt_work
@@ -152,12 +151,13 @@ class Admission:
         asked for again: this request comes back, or enough of those before it did."""
         if max(state.found_share or 0.0, self._returns.share) < WORTH_WAITING:
             return False
+        sources = self._jobs.sources
+        if not sources and not self._residency.queued_blocks:
+            return False
         hit: set[BlockKey] = set()  # the request takes these out of VRAM's order before VRAM takes any
         for group in self._groups:
             hit.update(state.keys(request, group, self._view.hash_block_size)[: local_tokens // group.block_size])
-        residency, jobs = self._residency, self._jobs
-        others = (block_id for block_id in self._view.next_taken() if residency.key_of(block_id) not in hit)
-        return any(residency.is_due(block_id) or jobs.copies_from(block_id) for block_id in islice(others, wanted))
+        return self._residency.at_stake(self._view.next_taken(), wanted, hit=hit, copied_from=sources)
 
     def _explain(self, request: Request, state: RequestState, hit: PrefixHit, declined_tokens: int) -> None:
         """Once for each answer: vLLM may ask again at every step while it has no room for the request."""

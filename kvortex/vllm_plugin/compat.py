@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
     get_request_block_hasher,
     make_block_hash_with_group_id,
     resolve_block_hashes,
@@ -194,7 +195,8 @@ def _regions_by_storage(kv_caches: Mapping[str, Any], num_blocks: int) -> list[t
 def request_keys(request: Request, group: GroupShape, hash_block_size: int, *, start: int = 0) -> list[BlockKey]:
     """A key for each complete block of the request's tokens from block `start` on: vLLM's chained hash, group's id."""
     hashes = resolve_block_hashes(request.block_hashes, hash_block_size, group.block_size)
-    return [BlockKey(make_block_hash_with_group_id(hashes[i], group.group_id)) for i in range(start, len(hashes))]
+    behind_hash = make_block_hash_with_group_id(BlockHash(b""), group.group_id)
+    return [BlockKey(block_hash + behind_hash) for block_hash in hashes[start:]]
 
 
 def prompt_keys(

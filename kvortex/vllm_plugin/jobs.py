@@ -7,7 +7,7 @@ twice, or to a job that is not known, changes nothing and is counted.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -124,9 +124,10 @@ class JobBook:
         """True while a load is bringing the block of this key."""
         return key is not None and key in self._loading
 
-    def copies_from(self, block_id: int) -> bool:
-        """True while a store reads this GPU block."""
-        return block_id in self._source_of
+    @property
+    def sources(self) -> Collection[int]:
+        """The GPU blocks that stores read."""
+        return self._source_of.keys()
 
     def start_store(self, candidates: Sequence[Candidate], slots: Sequence[int], written_by: int) -> StoreJob:
         """See `CopyOrder.written_by`."""

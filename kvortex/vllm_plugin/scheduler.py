@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvortex.cache.costs import StepCosts
 from kvortex.cache.gate import Gate
 from kvortex.cache.holdings import BlockOrder
-from kvortex.cache.index import BlockIndex, KeyState
+from kvortex.cache.index import BlockIndex
 from kvortex.cache.load_choice import LoadChoice
 from kvortex.cache.losses import LossRecord
 from kvortex.cache.misses import Miss, MissExplainer
@@ -501,7 +501,7 @@ class _PoolEvents:
 
     def block_cached(self, block_id: int, key: BlockKey) -> None:
         side = self._side
-        in_ram = side._index.state_of(key) is KeyState.READY
+        in_ram = side._index.is_ready(key)
         if in_ram:
             side._ledger.dedup_references += 1
         side._losses.found_again(key)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvortex.cache.residency import Candidate, Residency
 from kvortex.keys import BlockKey
@@ -209,3 +211,22 @@ def test_a_copy_is_spared_once_a_use_and_only_of_a_block_that_vram_keeps(residen
     residency.used([1])
     assert residency.stays(key("a"), in_use=lambda _: True, let_go_after_s=0.0)
     residency.check()
+
+
+@given(
+    due=st.sets(st.integers(0, 9)),
+    copied=st.sets(st.integers(0, 9)),
+    hit=st.sets(st.integers(0, 9)),
+    order=st.permutations(range(12)),
+    count=st.integers(0, 12),
+)
+def test_what_is_at_stake_is_among_the_next_blocks_that_the_request_does_not_hit(
+    due: set[int], copied: set[int], hit: set[int], order: list[int], count: int
+) -> None:
+    residency = Residency(Clock())
+    for block in range(10):  # 10 and 11 hold nothing
+        residency.block_cached(block, key(str(block)), in_ram=block not in due)
+    at_stake = residency.at_stake(order, count, hit={key(str(block)) for block in hit}, copied_from=copied)
+    others = [block for block in order if block not in hit][:count]
+    assert at_stake == any(block in due or block in copied for block in others)
+    assert [order[i] for i in residency.due_among(order)] == [block for block in order if block in due]
