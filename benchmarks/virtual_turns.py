@@ -65,7 +65,7 @@ class Worker:
         self._ends_seen = deque([0.0] * lag_steps)
         self.block_s = block_bytes / bytes_a_second
         self._free_at = {Direction.STORE: 0.0, Direction.LOAD: 0.0}
-        self._orders: deque[tuple[float, JobResult, str | None]] = deque()
+        self._orders: deque[tuple[float, JobResult, str | None, bool]] = deque()
         self._late_stores: list[CopyOrder] = []
 
     def take(self, plan: StepPlan, now_s: float) -> float:
@@ -77,15 +77,17 @@ class Worker:
         early_stores = [order for order in plan.stores if order.written_by != plan.number]
         for order in [*plan.loads, *plan.step_loads, *plan.prefetches, *early_stores]:
             goes_with_step = order.job_id in of_step
-            end_s = self._begin(order, now_s, None if goes_with_step else plan.requests.get(order.job_id))
+            request = plan.requests.get(order.job_id)
+            end_s = self._begin(order, now_s, None if goes_with_step else request, at_once=request is None)
             if goes_with_step:
                 last_s = max(last_s, end_s)
         return last_s
 
-    def _begin(self, order: CopyOrder, now_s: float, request: str | None) -> float:
+    def _begin(self, order: CopyOrder, now_s: float, request: str | None, *, at_once: bool) -> float:
         seconds = len(order.slots) * self.block_s
         end_s = self._free_at[order.direction] = max(now_s, self._free_at[order.direction]) + seconds
-        self._orders.append((end_s, JobResult(order.job_id, order.direction, Outcome.DONE, seconds, 0), request))
+        result = JobResult(order.job_id, order.direction, Outcome.DONE, seconds, 0)
+        self._orders.append((end_s, result, request, at_once))
         return end_s
 
     def moving_s(self, begin_s: float, end_s: float) -> float:
@@ -97,15 +99,17 @@ class Worker:
 
     def answers(self, now_s: float) -> KVConnectorOutput:
         for order in self._late_stores:
-            self._begin(order, now_s, None)
+            self._begin(order, now_s, None, at_once=True)
         self._late_stores = []
         self._ends_seen.append(now_s)
-        seen_s = {Direction.LOAD: self._ends_seen.popleft(), Direction.STORE: now_s}  # see `take_late_report`
-        ended = [order for order in self._orders if order[0] <= seen_s[order[1].direction]]
-        self._orders = deque(order for order in self._orders if order[0] > seen_s[order[1].direction])
-        report = StepReport({0: [result for _, result, _ in ended]}) if ended else None
+        seen_s = self._ends_seen.popleft()
+        # Stores and prefetches are told at once, see `take_late_report`.
+        seen = [end_s <= (now_s if at_once else seen_s) for end_s, _, _, at_once in self._orders]
+        ended = [order for order, is_seen in zip(self._orders, seen, strict=True) if is_seen]
+        self._orders = deque(order for order, is_seen in zip(self._orders, seen, strict=True) if not is_seen)
+        report = StepReport({0: [result for _, result, _, _ in ended]}) if ended else None
         return KVConnectorOutput(
-            finished_recving={request for _, _, request in ended if request is not None} or None,
+            finished_recving={request for _, _, request, _ in ended if request is not None} or None,
             kv_connector_worker_meta=None if report is None else plugin.KVortexWorkerMetadata(report),
         )
 

@@ -227,7 +227,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         worker = self._worker_side
         report = worker.take_report()
-        if worker.awaits_stores:
+        if worker.may_report_late:
             return KVortexWorkerMetadata(report or StepReport(), worker.take_late_report)
         return None if report is None else KVortexWorkerMetadata(report)
 

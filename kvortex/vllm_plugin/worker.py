@@ -67,7 +67,7 @@ class WorkerSide:
         self._waiting: dict[JobId, tuple[str, CopyOrder]] = {}
         self._promised: set[JobId] = set()
         self._unpromisable: set[JobId] = set()
-        self._storing: set[JobId] = set()
+        self._unheard: set[JobId] = set()
         self._set_aside: list[JobResult] = []
         self._thread_id = 0
         self._clock = time.monotonic
@@ -164,7 +164,9 @@ class WorkerSide:
             if not layers_tell:
                 self._step_loads.hold_kernels(range(self._num_regions))
         # No request hears of a prefetch, so there is nobody whom its end could be promised to.
-        self._unpromisable.update(order.job_id for order in self._prefetches)
+        prefetched = [order.job_id for order in self._prefetches]
+        self._unpromisable.update(prefetched)
+        self._unheard.update(prefetched)
         loads, self._loads, self._prefetches = [*self._loads, *self._prefetches], [], []
         if loads:
             self.engine.submit(loads, after=self._before_kernels)
@@ -198,7 +200,7 @@ class WorkerSide:
             self._plan_number = None
         stores, self._stores = self._stores, []
         for store in stores:
-            self._storing.add(store.job_id)
+            self._unheard.add(store.job_id)
             self.engine.submit([store], after=self._end_of(store.written_by))
 
     def _end_of(self, plan_number: int | None) -> Fence | None:
@@ -228,8 +230,8 @@ class WorkerSide:
 
     def _answer(self, result: JobResult) -> None:
         self._report.append(result)
+        self._unheard.discard(result.job_id)
         if result.direction is Direction.STORE:
-            self._storing.discard(result.job_id)
             return
         if result.job_id in self._promised:
             self._promised.remove(result.job_id)
@@ -275,21 +277,24 @@ class WorkerSide:
         return report if report.results or report.links or report.step_seconds else None
 
     @property
-    def awaits_stores(self) -> bool:
-        """Whether stores are under way."""
-        return bool(self._storing)
+    def may_report_late(self) -> bool:
+        """Whether stores or prefetches are under way."""
+        return bool(self._unheard)
 
     def take_late_report(self) -> StepReport | None:
-        """The stores that have ended since the step was submitted, told when its output is taken: where steps overlap,
-        one step earlier or two, and a request may wait for it. Only for the thread that runs the steps."""
+        """The stores and prefetches that have ended since the step was submitted, told when its output is taken: where
+        steps overlap, one step earlier or two, and a request may wait for it. Only for the thread that runs the steps.
+        """
         if self._engine is None or threading.get_ident() != self._thread_id:
             return None
-        stored: list[JobResult] = []
+        ended: list[JobResult] = []
         for result in self._engine.poll():
-            # vLLM hears of loads in a step's own answer, and the scheduler side hears of them with it.
-            (stored if result.direction is Direction.STORE else self._set_aside).append(result)
-        self._storing.difference_update(result.job_id for result in stored)
-        return StepReport({self._rank: stored}) if stored else None
+            # vLLM hears of other loads in a step's own answer, and the scheduler side hears of them with it.
+            (ended if result.job_id in self._unheard else self._set_aside).append(result)
+        ended_ids = {result.job_id for result in ended}
+        self._unheard -= ended_ids
+        self._unpromisable -= ended_ids
+        return StepReport({self._rank: ended}) if ended else None
 
     def _untold_link(self) -> LinkFacts | None:
         """The link, where it is not what the scheduler side was told."""

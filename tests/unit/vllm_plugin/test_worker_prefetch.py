@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +74,26 @@ def step(worker: Any, plan: StepPlan) -> None:
 def test_it_is_submitted_behind_the_loads_of_requests(worker: Any, engine: FakeEngine) -> None:
     step(worker, StepPlan(loads=[load(2)], prefetches=[load(1)], requests={JobId(2): "r"}))
     assert [order.job_id for order in engine.submitted] == [2, 1]
+
+
+def test_it_is_told_late_and_the_load_of_a_request_is_not(worker: Any, engine: FakeEngine) -> None:
+    step(worker, StepPlan(loads=[load(2)], prefetches=[load(1)], requests={JobId(2): "r"}))
+    assert worker.may_report_late
+    engine.end(Outcome.DONE)
+    late = worker.take_late_report()
+    assert [result.job_id for result in late.results[0]] == [1]
+    assert not worker.may_report_late
+    assert worker.take_late_report() is None
+    worker.collect()
+    assert [result.job_id for result in worker.take_report().results[0]] == [2]
+
+
+def test_another_thread_is_told_nothing(worker: Any, engine: FakeEngine) -> None:
+    step(worker, StepPlan(prefetches=[load(1)]))
+    engine.end(Outcome.DONE)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(worker.take_late_report).result() is None
+    assert worker.take_late_report() is not None
 
 
 @pytest.mark.parametrize("outcome", [Outcome.DONE, Outcome.FAILED, Outcome.TIMED_OUT])
