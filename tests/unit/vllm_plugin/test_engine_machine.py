@@ -146,7 +146,8 @@ class EngineMachine(RuleBasedStateMachine):
     def request_for_what_ram_has(self, more: int, steps: int, times: int, session: str | None) -> None:
         self._refreshed()
         talk = max(range(len(TALKS)), key=lambda talk: self.in_ram_only(talk)[1])
-        tokens = sum(self.in_ram_only(talk)) * sim.BLOCK_SIZE + more
+        fitting = (self.engine.free_at_start - 1) * sim.BLOCK_SIZE  # a prompt that VRAM cannot hold waits for ever
+        tokens = min(fitting, sum(self.in_ram_only(talk)) * sim.BLOCK_SIZE + more)
         for _ in range(times):
             self.names += 1
             self.engine.add(f"r{self.names}", TALKS[talk][:tokens], max_tokens=2, session=session)
