@@ -8,12 +8,11 @@ host_ms    of the engine's thread: schedule, execute (submitting the kernels), s
 gpu_ms     from the step's first kernel to its last, by events; none without a GPU
 idle_ms    of the GPU before it, since the last step's end
 
-One process (no tensor parallelism): events are of the engine's own device. To trace costs some 20 us a step.
+One process (no tensor parallelism): events are of the engine's own device.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import sys
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 FILE_VARIABLE = "KVORTEX_STEP_TRACE"
-_FLUSH_EVERY = 50
 
 
 class StepTrace:
@@ -34,10 +32,9 @@ class StepTrace:
         import torch
 
         self._torch = torch
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a", buffering=1, encoding="utf-8")  # vLLM may kill the engine's process at its end
         self._begun: deque[dict[str, Any]] = deque()
         self._last_end: Any = None
-        atexit.register(self._file.flush)
 
     def wrap(self, engine: Any) -> None:
         scheduler, executor = engine.scheduler, engine.model_executor

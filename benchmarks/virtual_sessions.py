@@ -133,6 +133,7 @@ class SessionPlay(Play):
             prefetch, loaded = snapshot["prefetch"], snapshot["load"]["blocks"]
             row |= self._totals()
             row |= {name.removesuffix("_blocks"): count for name, count in prefetch.items()}
+            row |= {f"admission_{name}": value for name, value in snapshot["admission"].items()}
             row["prefetched_share"] = round(prefetch["used_blocks"] / max(1, loaded), 3)
             row["wasted_share"] = round(prefetch["wasted_blocks"] / max(1, loaded), 3)
         return row

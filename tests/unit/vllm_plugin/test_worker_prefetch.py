@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
 from collections.abc import Collection
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan
+from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan, StepReport
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -86,6 +87,12 @@ def test_it_is_told_late_and_the_load_of_a_request_is_not(worker: Any, engine: F
     assert worker.take_late_report() is None
     worker.collect()
     assert [result.job_id for result in worker.take_report().results[0]] == [2]
+
+
+def test_a_worker_in_another_process_is_not_asked_again(worker: Any) -> None:
+    metadata = importlib.import_module("kvortex.vllm_plugin.connector").KVortexWorkerMetadata
+    sent = copy.copy(metadata(StepReport(step_seconds={3: 0.5}), worker.take_late_report))  # by `__reduce__`, as sent
+    assert (sent.report.step_seconds, sent.later) == ({3: 0.5}, None)
 
 
 def test_another_thread_is_told_nothing(worker: Any, engine: FakeEngine) -> None:
