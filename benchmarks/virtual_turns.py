@@ -36,7 +36,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvortex.cache.policies import make_policy
+from kvortex.cache.policies import make_deferred
 from kvortex.messages import CopyOrder, Direction, JobResult, Outcome, StepPlan, StepReport
 from kvortex.vllm_plugin import connector as plugin
 from kvortex.vllm_plugin.scheduler import SchedulerSide
@@ -138,7 +138,7 @@ class Play:
         clock = lambda: self.now_s  # noqa: E731
         with (
             patch.object(plugin, "SchedulerSide", partial(SchedulerSide, clock=clock)),
-            patch.object(plugin, "make_policy", partial(make_policy, clock=clock)),
+            patch.object(plugin, "make_deferred", partial(make_deferred, clock=clock)),
             patch.object(plugin, "end_with_parent"),
             patch.object(plugin, "StatsServer"),
         ):

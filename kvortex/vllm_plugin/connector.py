@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from kvortex.cache.index import BlockIndex
-from kvortex.cache.policies import make_policy
+from kvortex.cache.policies import make_deferred
 from kvortex.cache.usage import SlotUsage
 from kvortex.keys import COLLISION_RESISTANT
 from kvortex.messages import StepPlan, StepReport
@@ -90,7 +90,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             compat.loads_wait_for_kernels(vllm_config)
             groups = compat.group_shapes(kv_cache_config)
-            policy = make_policy(
+            policy = make_deferred(
                 facts.settings.eviction_policy, facts.num_slots, idle_after_s=facts.settings.idle_after
             )
             index = BlockIndex(facts.num_slots, policy, namespace=facts.namespace, usage=SlotUsage(facts.num_slots))
@@ -100,6 +100,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
                 index,
                 groups,
                 drop_last_block=compat.drops_last_block(vllm_config),
+                settle=policy.settle,
                 request_log=self._request_log,
             )
             if facts.hash_algorithm not in COLLISION_RESISTANT:

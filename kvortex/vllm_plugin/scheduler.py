@@ -58,7 +58,11 @@ _IDLE_AFTER_S: Final = 0.2
 
 
 class SchedulerSide:
-    """Decides; hears of every block and every copy. See the module's text for the order of calls."""
+    """Decides; hears of every block and every copy. See the module's text for the order of calls.
+
+    Args:
+        settle: does what can wait for a moment in which no request waits for this side: `Deferred.settle`.
+    """
 
     def __init__(
         self,
@@ -67,10 +71,12 @@ class SchedulerSide:
         groups: Sequence[GroupShape],
         *,
         drop_last_block: bool,
+        settle: Callable[[], None] | None = None,
         request_log: RequestLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._facts = facts
+        self._settle = settle
         self._index = index
         self._groups = groups
         self._clock = clock
@@ -366,6 +372,8 @@ class SchedulerSide:
                 scheduler_output, self._residency.completions, loads=bool(plan.step_loads)
             )
             plan.number = self._steps.number
+            if self._settle is not None and not scheduler_output.scheduled_new_reqs:
+                self._settle()
             return plan
 
     def _prefetch(self, prefetcher: Prefetcher, *, running: bool) -> None:
@@ -398,6 +406,8 @@ class SchedulerSide:
                     if (ended := self._jobs.answer(rank, result)) is not None:
                         self.ends.ended(ended)
             self._ledger.ignored_answers = self._jobs.ignored_answers
+            if self._settle is not None:
+                self._settle()
 
     # ---- a request ends, the cache is reset ------------------------------------------------------------------------
 

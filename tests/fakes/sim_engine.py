@@ -40,7 +40,7 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from kvortex.cache.policies import make_policy
+    from kvortex.cache.policies import make_deferred
     from kvortex.keys import BlockKey
     from kvortex.messages import StepPlan
     from kvortex.vllm_plugin import compat
@@ -168,7 +168,9 @@ class SimEngine:
             stack.enter_context(patch.object(config.parallel_config, "world_size", num_ranks))
             # One rank's part of a block is what a device of the test holds; nothing listens and nobody watches here.
             stack.enter_context(patch.dict(SchedulerSide.__init__.__kwdefaults__ or {}, clock=self.clock))
-            stack.enter_context(patch.object(connector_module, "make_policy", partial(make_policy, clock=self.clock)))
+            stack.enter_context(
+                patch.object(connector_module, "make_deferred", partial(make_deferred, clock=self.clock))
+            )
             stack.enter_context(patch.object(connector_module, "StatsServer", _NoServer))
             stack.enter_context(patch.object(connector_module, "end_with_parent", lambda: None))
             make = AsyncScheduler if self.overlap else Scheduler

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from kvortex.cache.policies.adaptive import Adaptive
 from kvortex.cache.policies.base import Choice, EvictionPolicy
+from kvortex.cache.policies.deferred import Deferred
 from kvortex.cache.policies.lru import LRU
 from kvortex.cache.policies.priority import Priority
 from kvortex.errors import UsageError
@@ -18,8 +19,10 @@ __all__ = [
     "LRU",
     "Adaptive",
     "Choice",
+    "Deferred",
     "EvictionPolicy",
     "Priority",
+    "make_deferred",
     "make_policy",
 ]
 
@@ -56,3 +59,8 @@ def make_policy(
         hint = f"did you mean {near[0]!r}? Known: {known}" if near else f"one of: {known}"
         raise UsageError(f"eviction_policy {name!r} does not exist", hint=hint)
     return maker(num_slots, clock, idle_after_s)
+
+
+def make_deferred(name: str, num_slots: int, *, clock: Clock = time.monotonic, idle_after_s: float = 30.0) -> Deferred:
+    """The same policy, told late; see `Deferred`."""
+    return Deferred(lambda told: make_policy(name, num_slots, clock=told, idle_after_s=idle_after_s), clock)

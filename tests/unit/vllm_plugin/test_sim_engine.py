@@ -635,3 +635,41 @@ def test_slots_are_what_the_configuration_says_over_all_ranks(make: Make) -> Non
         engine = make(num_ranks=ranks, num_slots=50)
         assert engine.side._index.num_slots == 50
         assert engine.side.snapshot()["tiers"]["ram"]["capacity_bytes"] == 50 * sim.BLOCK_BYTES * ranks
+
+
+# ---- what the policy learns of a prompt can wait, its request cannot
+
+
+def heard_prompts(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    policy = engine.side._index._policy._policy
+    heard: list[int] = []
+    monkeypatch.setattr(policy, "prompt", lambda keys, num_tokens: heard.append(num_tokens))
+    return heard
+
+
+def test_the_policy_hears_of_a_prompt_once_its_step_is_submitted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make(overlap=True)
+    heard = heard_prompts(engine, monkeypatch)
+    engine.add("one", talk(1, 40), max_tokens=4)
+    engine.schedule()
+    assert heard == [], "its request waited for what the policy learns"
+    end_copies(engine)
+    engine.schedule()  # nobody is admitted
+    assert heard == [40]
+    run(engine)
+    assert heard == [40]
+
+
+def test_the_policy_hears_of_a_prompt_at_the_first_answer_where_every_step_admits_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(overlap=True)
+    heard = heard_prompts(engine, monkeypatch)
+    for number in range(3):
+        engine.add(f"number {number}", talk(number, 40 + number), max_tokens=2)
+        engine.schedule()
+        end_copies(engine)
+        engine.take_output()
+    # The last one's step ordered stores of the one before; their end was told with its output.
+    assert heard == [40, 41, 42]
+    run(engine)
