@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PIECE_S: Final = 1.2e-3
-_PIECES_AHEAD: Final = 8
-"""Some 10 ms of the link: twice what another thread may keep the interpreter for."""
+_PIECES: Final = {Direction.LOAD: (1.2e-3, 8), Direction.STORE: (4.8e-3, 4)}
+"""Seconds of the link in a piece, and how many are ahead: more than another thread may keep the interpreter for, and of
+stores about what a step takes to be launched. Nothing waits behind a store but stores."""
 
 _MAX_COPIES: Final = 1024
 """In a piece. The driver takes up to a microsecond each, and lets nothing be launched when it has too many."""
@@ -52,8 +52,17 @@ _BESIDE_A_MODEL: Final = 0.9
 """Share of the link that a load surely gets while the model runs; a promise that comes late stalls a step."""
 
 
-def open_cuda(layout: KVLayout, num_slots: int, num_streams: int) -> tuple[PinnedSlab, CudaCopyEngine]:
+def _never() -> bool:
+    return False
+
+
+def open_cuda(
+    layout: KVLayout, num_slots: int, num_streams: int, is_launching: Callable[[], bool]
+) -> tuple[PinnedSlab, CudaCopyEngine]:
     """The host slab and the engine for KV that lies on a GPU. Close the engine first, then the slab.
+
+    Args:
+        is_launching: see `CudaCopyEngine`.
 
     Raises:
         UnfitError: no driver, or not that much host memory.
@@ -61,7 +70,7 @@ def open_cuda(layout: KVLayout, num_slots: int, num_streams: int) -> tuple[Pinne
     driver = CudaDriver(layout.regions[0].device.index)
     tuning = tune(driver, [row.num_bytes for row in rows_of(layout)])
     slab = PinnedSlab(num_slots, layout.block_bytes, driver, node=nearest_node(driver.gpu_uuid))
-    return slab, CudaCopyEngine(layout, slab, num_streams, driver, tuning)
+    return slab, CudaCopyEngine(layout, slab, num_streams, driver, tuning, is_launching=is_launching)
 
 
 class CudaCopyEngine:
@@ -74,6 +83,8 @@ class CudaCopyEngine:
             its own, and no more are used.
         driver: of the layout's GPU.
         tuning: of that GPU.
+        is_launching: whether the model's thread is at a step's kernels. It needs the interpreter then, so no store is
+            enqueued; who makes it false polls soon after.
         clock: seconds, monotonic; what deadlines are measured by.
     """
 
@@ -85,6 +96,7 @@ class CudaCopyEngine:
         driver: CudaDriver,
         tuning: TransferTuning,
         *,
+        is_launching: Callable[[], bool] = _never,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert num_streams > 0, f"{num_streams} streams"
@@ -116,7 +128,7 @@ class CudaCopyEngine:
             )
             for direction, mover, bandwidth, must_wait in (
                 (Direction.LOAD, loads, tuning.load_bandwidth, self._is_loading_for_step),
-                (Direction.STORE, stores, tuning.store_bandwidth, _never),
+                (Direction.STORE, stores, tuning.store_bandwidth, is_launching),
             )
         }
 
@@ -219,21 +231,18 @@ class CudaCopyEngine:
             self._watch.look(torch.cuda.current_stream(self._device))
 
 
-def _never() -> bool:
-    return False
-
-
 def _table(rows: Sequence[Row], slab: PinnedSlab, max_copy_bytes: int) -> AddressTable:
     return AddressTable(rows, slab.address, slab.slot_bytes, max_copy_bytes=max_copy_bytes, seam_bytes=slab.seam_bytes)
 
 
 def _bounds(direction: Direction, bandwidth: float, block_bytes: int, num_copied_rows: int) -> LaneBounds:
-    blocks = min(round(bandwidth * _PIECE_S) // block_bytes, _MAX_COPIES // max(1, num_copied_rows), _MAX_BLOCKS)
+    piece_s, pieces_ahead = _PIECES[direction]
+    blocks = min(round(bandwidth * piece_s) // block_bytes, _MAX_COPIES // max(1, num_copied_rows), _MAX_BLOCKS)
     blocks = max(1, blocks)
     inline = direction is Direction.LOAD and blocks * num_copied_rows <= _MAX_INLINE_COPIES
     return LaneBounds(
         piece_bytes=blocks * block_bytes,
-        ahead_bytes=_PIECES_AHEAD * blocks * block_bytes,
+        ahead_bytes=pieces_ahead * blocks * block_bytes,
         inline_pieces=_INLINE_PIECES if inline else 0,
         bytes_per_s=_BESIDE_A_MODEL * bandwidth,
     )

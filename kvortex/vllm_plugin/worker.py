@@ -70,6 +70,7 @@ class WorkerSide:
         self._unheard: set[JobId] = set()
         self._set_aside: list[JobResult] = []
         self._thread_id = 0
+        self._is_launching = False
         self._clock = time.monotonic
         self._collected_at = self._clock()
         self._report: list[JobResult] = []
@@ -107,7 +108,7 @@ class WorkerSide:
         if device.type == "cuda":
             from kvortex.transfer.cuda import open_cuda
 
-            return open_cuda(layout, num_slots, num_streams)
+            return open_cuda(layout, num_slots, num_streams, lambda: self._is_launching)
         raise UnfitError(
             f"KVortex has no copy engine for {device.type}",
             hint="run this model without KVortex: kv_cache.backend: none",
@@ -128,6 +129,7 @@ class WorkerSide:
         """A step begins. Stores of an earlier step that vLLM ended without a forward pass are submitted now."""
         self._thread_id = threading.get_ident()
         self.submit_stores()
+        self._is_launching = True
         assert self._step_loads is None, "a step began before the last one's kernels were submitted"
         self._layer_waits.begin_step()
         if needed := [job_id for job_id in plan.needed if job_id in self._promised]:
@@ -183,6 +185,7 @@ class WorkerSide:
 
     def end_forward(self) -> None:
         """The step's kernels are submitted. May be called again."""
+        self._is_launching = False
         loads, self._step_loads = self._step_loads, None
         # The step cannot be taken back, and its answers may be wrong: no answer is better.
         if loads is not None and not loads.end():

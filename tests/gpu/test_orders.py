@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 import torch
 
 from kvortex.messages import Direction, Outcome
 from kvortex.transfer.addresses import Addresses
+from kvortex.transfer.cuda import CudaCopyEngine
 from kvortex.transfer.cuda_driver import CudaDriver, DriverError
 from tests.fakes.clock import FakeClock
-from tests.gpu.builders import contents, engine_for, fill_random, needs_gpu, order, packed, spin
-from tests.unit.transfer.builders import wait_answers
+from tests.gpu.builders import (
+    COPY_ENGINE_ONLY,
+    contents,
+    engine_for,
+    fill_random,
+    needs_gpu,
+    order,
+    packed,
+    spin,
+)
+from tests.unit.transfer.builders import wait_answers, wait_until
 
 pytestmark = needs_gpu
 
@@ -38,9 +50,11 @@ def test_orders_not_enqueued_by_their_deadline_are_dropped_and_the_others_are_an
     with engine_for(layout, 1200, clock=clock) as (engine, slab):
         spin(100)
         behind = engine.fence()
-        # Some 500 MB are enqueued ahead; the second order's bytes are not among them.
-        engine.submit([order(1, STORE, np.arange(600), np.arange(600), late_s=5)])
-        engine.submit([order(2, STORE, np.arange(600, 1200), np.arange(600, 1200), late_s=5)])
+        # Some 960 MB are enqueued ahead, by the lane's thread; the second order's bytes are not among them.
+        engine.submit([order(1, STORE, np.arange(1000), np.arange(1000), late_s=5)])
+        engine.submit([order(2, STORE, np.arange(1000, 1200), np.arange(1000, 1200), late_s=5)])
+        lane = engine._lanes[STORE]
+        wait_until(lambda: lane._bytes_ahead >= lane._bounds.ahead_bytes)
         clock.advance(5)
         (dropped,) = engine.poll()
         assert (dropped.job_id, dropped.outcome, dropped.num_bytes) == (2, Outcome.TIMED_OUT, 0)
@@ -48,7 +62,7 @@ def test_orders_not_enqueued_by_their_deadline_are_dropped_and_the_others_are_an
         (late,) = wait_answers(engine, 1)
         assert behind.is_reached()
         assert (late.job_id, late.outcome) == (1, Outcome.TIMED_OUT)
-        assert 0 < late.num_bytes < 600 << 20
+        assert 0 < late.num_bytes < 1000 << 20
         stored = late.num_bytes >> 20
         assert bool((slab.tensor[:stored, 0] == 0).all())
         torch.cuda.synchronize()
@@ -107,6 +121,24 @@ def test_close_waits_for_what_is_on_the_gpu_and_drops_the_rest() -> None:
         assert torch.equal(seen, slab.tensor[:, 0])
         with pytest.raises(AssertionError, match="after close"):
             engine.submit([order(2, STORE, [0], [0])])
+
+
+def test_no_store_is_enqueued_while_the_models_thread_launches() -> None:
+    launching = True
+    layout = packed(64, [1 << 20])
+    driver = CudaDriver(0)
+    with engine_for(layout, 64, driver=driver) as (_, slab):
+        engine = CudaCopyEngine(layout, slab, 2, driver, COPY_ENGINE_ONLY, is_launching=lambda: launching)
+        engine.submit([order(1, STORE, np.arange(64), np.arange(64))])
+        time.sleep(0.05)
+        assert engine.poll() == []
+        torch.cuda.synchronize()
+        assert bool((slab.tensor == 0xEE).all())
+        launching = False
+        (answer,) = wait_answers(engine, 1)
+        assert answer.outcome is Outcome.DONE
+        assert bool((slab.tensor == 0).all())
+        assert engine.close(60)
 
 
 def test_many_orders_both_ways_are_each_answered_once_and_in_order() -> None:

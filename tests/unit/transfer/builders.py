@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -42,6 +43,15 @@ def wait_answers(engine: CopyEngine, num_answers: int, within_s: float = 30.0) -
         time.sleep(0.0002)
     assert len(answers) == num_answers, answers
     return answers
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    for _ in range(30_000):
+        if happened():
+            return
+        pause.wait(0.001)
+    raise AssertionError("it did not happen")
 
 
 def fill_random(layout: KVLayout, seed: int) -> None:

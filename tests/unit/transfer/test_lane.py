@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from kvortex.messages import CopyOrder, IntArray, JobResult, Outcome
 from kvortex.transfer.lane import Lane, LaneBounds
 from kvortex.transfer.queue import OrderQueue, Piece
 from tests.fakes.clock import FakeClock
-from tests.unit.transfer.builders import LOAD, STORE, order
+from tests.unit.transfer.builders import LOAD, STORE, order, wait_until
 
 BLOCK = 100
 
@@ -100,12 +99,14 @@ class Bench:
     def __init__(
         self, *, ahead: int = 2, piece: int = 1, inline_pieces: int = 1000, slab: FakePinning | None = None
     ) -> None:
+        self.others_turn = False
         self.clock = FakeClock()
         self.stream = FakeStream()
         self.slab = slab or FakePinning()
         queue = OrderQueue(1000, 1000, BLOCK, self.clock)
         bounds = LaneBounds(piece * BLOCK, ahead * BLOCK, inline_pieces, bytes_per_s=BLOCK)
-        self.lane = Lane("test", queue, self.stream, self.slab, bounds, BLOCK, self.clock)
+        must_wait = lambda: self.others_turn  # noqa: E731
+        self.lane = Lane("test", queue, self.stream, self.slab, bounds, BLOCK, self.clock, must_wait)
         self.fence = FakeFence()
         self.num_collects = 0
 
@@ -127,15 +128,6 @@ class Bench:
         self.stream.unpinned_gate.set()
         self.stream.run()
         assert self.lane.close(time.monotonic() + 60)
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(30_000):
-        if happened():
-            return
-        pause.wait(0.001)
-    raise AssertionError("it did not happen")
 
 
 def blocks(job_id: int, first: int, count: int, deadline_s: float = 60.0) -> CopyOrder:
@@ -200,6 +192,24 @@ def test_a_lane_that_is_not_inline_leaves_enqueueing_to_its_thread() -> None:
     bench.stream.run()
     assert [answer.job_id for answer in bench.collect(1)] == [1]
     assert bench.stream.threads == {"kvortex-test"}
+    bench.end()
+
+
+@pytest.mark.parametrize("inline_pieces", [0, 1000])
+def test_a_lane_that_must_wait_begins_nothing_and_ends_what_it_began(inline_pieces: int) -> None:
+    bench = Bench(ahead=2, inline_pieces=inline_pieces)
+    bench.add(blocks(1, 0, 2))
+    wait_until(lambda: bench.stream.copied == [0, 1])
+    bench.others_turn = True
+    bench.add(blocks(2, 10, 3))
+    bench.stream.run(3)
+    assert [answer.job_id for answer in bench.collect(1)] == [1]
+    threading.Event().wait(0.05)
+    assert bench.stream.copied == [0, 1]
+    bench.others_turn = False
+    bench.stream.run()
+    assert [answer.job_id for answer in bench.collect(1)] == [2]
+    assert bench.stream.copied == [0, 1, 10, 11, 12]
     bench.end()
 
 

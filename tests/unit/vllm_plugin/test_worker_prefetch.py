@@ -77,6 +77,24 @@ def test_it_is_submitted_behind_the_loads_of_requests(worker: Any, engine: FakeE
     assert [order.job_id for order in engine.submitted] == [2, 1]
 
 
+def test_the_gpus_engine_is_told_while_the_steps_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = importlib.import_module("kvortex.transfer.cuda")
+    told: list[Any] = []
+    monkeypatch.setattr(cuda, "open_cuda", lambda *arguments: told.append(arguments[-1]) or (None, FakeEngine()))
+    settings = SimpleNamespace(num_streams=4)
+    worker = WorkerSide(SimpleNamespace(num_slots=1, settings=settings), SimpleNamespace(kv_cache_groups=[None]), 0)
+    region = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    _, worker._engine = worker._open_engine(SimpleNamespace(regions=[region]))
+    (is_launching,) = told
+    assert not is_launching()
+    for end in (worker.end_forward, worker.collect):  # with a forward pass and without one
+        worker.bind(StepPlan())
+        assert is_launching()
+        end()
+        assert not is_launching()
+        worker.collect()
+
+
 def test_it_is_told_late_and_the_load_of_a_request_is_not(worker: Any, engine: FakeEngine) -> None:
     step(worker, StepPlan(loads=[load(2)], prefetches=[load(1)], requests={JobId(2): "r"}))
     assert worker.may_report_late
