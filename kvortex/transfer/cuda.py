@@ -46,6 +46,9 @@ _INLINE_PIECES: Final = 4
 """Of loads, enqueued by the model's thread in one call, about a millisecond of it and five of the link. Stores are left
 to the lane's thread, which enqueues them while the model's waits for the device."""
 
+_STORE_PATIENCE_S: Final = 2e-3
+"""A step's kernels are submitted, its sampling is not. Longer or shorter, stores are only less well placed."""
+
 _MAX_BLOCKS: Final = 4096
 
 _BESIDE_A_MODEL: Final = 0.9
@@ -245,6 +248,7 @@ def _bounds(direction: Direction, bandwidth: float, block_bytes: int, num_copied
         ahead_bytes=pieces_ahead * blocks * block_bytes,
         inline_pieces=_INLINE_PIECES if inline else 0,
         bytes_per_s=_BESIDE_A_MODEL * bandwidth,
+        patience_s=_STORE_PATIENCE_S if direction is Direction.STORE else 0.0,
     )
 
 

@@ -84,12 +84,14 @@ class LaneBounds:
         inline_pieces: how many of them whoever adds or collects enqueues at most, before the lane's thread takes
             over. 0 where a piece is so many copies that enqueueing it takes the model's thread too long.
         bytes_per_s: what the lane moves beside a running model, for promises.
+        patience_s: how long the lane's thread lets whoever called it go on before it takes the interpreter.
     """
 
     piece_bytes: int
     ahead_bytes: int
     inline_pieces: int
     bytes_per_s: float
+    patience_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -343,6 +345,8 @@ class Lane:
                 if self._closed:
                     return
                 self._thread_is_needed = False
+            if self._bounds.patience_s:
+                time.sleep(self._bounds.patience_s)
             self._enqueue_what_fits(math.inf, may_block=True)
             with self._changed:
                 # Needed again at once: there is more than fits.

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvortex.messages import CopyOrder, IntArray, JobResult, Outcome
+from kvortex.transfer import lane as lane_module
 from kvortex.transfer.lane import Lane, LaneBounds
 from kvortex.transfer.queue import OrderQueue, Piece
 from tests.fakes.clock import FakeClock
@@ -97,14 +98,20 @@ class Bench:
     """A lane of single-block pieces, two of them ahead, unless told otherwise."""
 
     def __init__(
-        self, *, ahead: int = 2, piece: int = 1, inline_pieces: int = 1000, slab: FakePinning | None = None
+        self,
+        *,
+        ahead: int = 2,
+        piece: int = 1,
+        inline_pieces: int = 1000,
+        patience_s: float = 0.0,
+        slab: FakePinning | None = None,
     ) -> None:
         self.others_turn = False
         self.clock = FakeClock()
         self.stream = FakeStream()
         self.slab = slab or FakePinning()
         queue = OrderQueue(1000, 1000, BLOCK, self.clock)
-        bounds = LaneBounds(piece * BLOCK, ahead * BLOCK, inline_pieces, bytes_per_s=BLOCK)
+        bounds = LaneBounds(piece * BLOCK, ahead * BLOCK, inline_pieces, bytes_per_s=BLOCK, patience_s=patience_s)
         must_wait = lambda: self.others_turn  # noqa: E731
         self.lane = Lane("test", queue, self.stream, self.slab, bounds, BLOCK, self.clock, must_wait)
         self.fence = FakeFence()
@@ -192,6 +199,26 @@ def test_a_lane_that_is_not_inline_leaves_enqueueing_to_its_thread() -> None:
     bench.stream.run()
     assert [answer.job_id for answer in bench.collect(1)] == [1]
     assert bench.stream.threads == {"kvortex-test"}
+    bench.end()
+
+
+def test_a_patient_lanes_thread_looks_whether_it_must_wait_after_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(inline_pieces=0, patience_s=7.0)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        bench.others_turn = len(slept) == 1  # whoever called the thread begins something meanwhile
+
+    monkeypatch.setattr(lane_module.time, "sleep", sleep)
+    bench.add(blocks(1, 0, 1))
+    wait_until(lambda: slept == [7.0])
+    threading.Event().wait(0.05)
+    assert bench.stream.copied == []
+    bench.lane.collect()
+    wait_until(lambda: bench.stream.copied == [0])
+    assert slept[1:] == [7.0]
+    monkeypatch.undo()
     bench.end()
 
 
