@@ -48,6 +48,7 @@ class CopyOrder:
         sampled: bool [n], of a STORE: the blocks that get a checksum where blocks are verified; None is all of them.
         written_by: of a STORE, the number of the plan whose step's kernels are the last that may write its GPU blocks;
             None is the plan that it comes with.
+        is_prefetch: of a LOAD: no request waits for it.
     """
 
     job_id: JobId
@@ -57,6 +58,7 @@ class CopyOrder:
     deadline_s: float
     sampled: BoolArray | None = None
     written_by: int | None = None
+    is_prefetch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

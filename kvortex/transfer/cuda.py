@@ -43,11 +43,10 @@ _MAX_COPIES: Final = 1024
 
 _MAX_INLINE_COPIES: Final = 256
 _INLINE_PIECES: Final = 4
-"""Of loads, enqueued by the model's thread in one call, about a millisecond of it and five of the link. Stores are left
-to the lane's thread, which enqueues them while the model's waits for the device."""
+"""Of loads, enqueued by the model's thread in one call, about a millisecond of it and five of the link."""
 
-_STORE_PATIENCE_S: Final = 2e-3
-"""A step's kernels are submitted, its sampling is not. Longer or shorter, stores are only less well placed."""
+_PATIENCE_S: Final = 2e-3
+"""A step's kernels are submitted, its sampling is not. Longer or shorter, what has time is only less well placed."""
 
 _MAX_BLOCKS: Final = 4096
 
@@ -86,8 +85,7 @@ class CudaCopyEngine:
             its own, and no more are used.
         driver: of the layout's GPU.
         tuning: of that GPU.
-        is_launching: whether the model's thread is at a step's kernels. It needs the interpreter then, so no store is
-            enqueued; who makes it false polls soon after.
+        is_launching: whether the model's thread is at a step's kernels; who makes it false polls soon after.
         clock: seconds, monotonic; what deadlines are measured by.
     """
 
@@ -128,10 +126,11 @@ class CudaCopyEngine:
                 layout.block_bytes,
                 clock,
                 must_wait,
+                is_launching,
             )
             for direction, mover, bandwidth, must_wait in (
                 (Direction.LOAD, loads, tuning.load_bandwidth, self._is_loading_for_step),
-                (Direction.STORE, stores, tuning.store_bandwidth, is_launching),
+                (Direction.STORE, stores, tuning.store_bandwidth, _never),
             )
         }
 
@@ -242,13 +241,13 @@ def _bounds(direction: Direction, bandwidth: float, block_bytes: int, num_copied
     piece_s, pieces_ahead = _PIECES[direction]
     blocks = min(round(bandwidth * piece_s) // block_bytes, _MAX_COPIES // max(1, num_copied_rows), _MAX_BLOCKS)
     blocks = max(1, blocks)
-    inline = direction is Direction.LOAD and blocks * num_copied_rows <= _MAX_INLINE_COPIES
+    inline = blocks * num_copied_rows <= _MAX_INLINE_COPIES
     return LaneBounds(
         piece_bytes=blocks * block_bytes,
         ahead_bytes=pieces_ahead * blocks * block_bytes,
         inline_pieces=_INLINE_PIECES if inline else 0,
         bytes_per_s=_BESIDE_A_MODEL * bandwidth,
-        patience_s=_STORE_PATIENCE_S if direction is Direction.STORE else 0.0,
+        patience_s=_PATIENCE_S,
     )
 
 

@@ -6,6 +6,9 @@
 
 What is enqueued runs without the host. The lane's thread only tops it up while more is waiting, so the link
 does not wait for whoever holds the interpreter. What has not been enqueued can still be dropped.
+
+Stores and prefetches have time: nobody waits for them, and to enqueue them takes the interpreter from the model's
+thread. While a lane has nothing else, its own thread enqueues them, and not while a step is being launched.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from kvortex.messages import CopyOrder, IntArray, JobId, JobResult
+from kvortex.messages import CopyOrder, Direction, IntArray, JobId, JobResult
 from kvortex.transfer.base import Fence
 from kvortex.transfer.queue import OrderQueue, Piece
 
@@ -82,9 +85,10 @@ class LaneBounds:
         piece_bytes: enqueued in one go.
         ahead_bytes: enqueued and not ended; what the link works through while nobody looks.
         inline_pieces: how many of them whoever adds or collects enqueues at most, before the lane's thread takes
-            over. 0 where a piece is so many copies that enqueueing it takes the model's thread too long.
+            over, where a request waits for the bytes. 0 where a piece is so many copies that enqueueing it takes the
+            model's thread too long.
         bytes_per_s: what the lane moves beside a running model, for promises.
-        patience_s: how long the lane's thread lets whoever called it go on before it takes the interpreter.
+        patience_s: how long the lane's thread, if it has time, lets whoever called it go on.
     """
 
     piece_bytes: int
@@ -96,10 +100,11 @@ class LaneBounds:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A job not answered yet: what its first byte must wait for, and until when it counts."""
+    """A job not answered yet: what its first byte must wait for, until when it counts, and whether a request waits."""
 
     fence: Fence | None
     late_at_s: float
+    is_awaited: bool
 
 
 @dataclass(slots=True)
@@ -118,6 +123,7 @@ class Lane:
         block_bytes: bytes of one block.
         clock: the queue's.
         must_wait: while it is true, nothing is begun. Whoever makes it false collects soon after.
+        is_launching: while it is true, nothing is begun that has time. The same.
     """
 
     def __init__(
@@ -130,16 +136,19 @@ class Lane:
         block_bytes: int,
         clock: Callable[[], float] = time.monotonic,
         must_wait: Callable[[], bool] = lambda: False,
+        is_launching: Callable[[], bool] = lambda: False,
     ) -> None:
         self._queue = queue
         self._mover = mover
         self._must_wait = must_wait
+        self._is_launching = is_launching
         self._slab = slab
         self._bounds = bounds
         self._block_bytes = block_bytes
         self._clock = clock
         self._changed = threading.Condition()
         self._jobs: dict[JobId, _Waiting] = {}
+        self._num_awaited = 0
         self._under_way: deque[_UnderWay] = deque()
         self._bytes_ahead = 0
         self._held: Piece | None = None
@@ -155,7 +164,9 @@ class Lane:
         with self._changed:
             now_s = self._clock()
             for order in orders:
-                self._jobs[order.job_id] = _Waiting(fence, now_s + order.deadline_s)
+                is_awaited = order.direction is Direction.LOAD and not order.is_prefetch
+                self._jobs[order.job_id] = _Waiting(fence, now_s + order.deadline_s, is_awaited)
+                self._num_awaited += is_awaited
             self._queue.add(orders)
         self._go_on()
 
@@ -170,7 +181,7 @@ class Lane:
         self._go_on()
         answers += self._queue.answers()
         for answer in answers:
-            del self._jobs[answer.job_id]
+            self._num_awaited -= self._jobs.pop(answer.job_id).is_awaited
         return answers
 
     def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
@@ -231,13 +242,18 @@ class Lane:
             time.sleep(_POLL_S)
         if has_ended:
             self._jobs.clear()
+            self._num_awaited = 0
         return has_ended
 
     def _go_on(self) -> None:
         """Does a bounded part of what can be done now, and has the lane's thread do the rest."""
-        if self._enqueue_what_fits(self._bounds.inline_pieces, may_block=False):
+        if self._enqueue_what_fits(0 if self._has_time else self._bounds.inline_pieces, may_block=False):
             with self._changed:
                 self._call_thread()
+
+    @property
+    def _has_time(self) -> bool:
+        return not self._num_awaited
 
     def _enqueue_what_fits(self, max_pieces: float, *, may_block: bool) -> bool:
         """Enqueues pieces, without the lock; one thread at a time, the other leaves it to that one.
@@ -272,7 +288,7 @@ class Lane:
         """The piece to enqueue now, and whether its slots are pinned."""
         with self._changed:
             self._take_note()
-            if self._is_enqueueing or self._closed or self._must_wait():
+            if self._is_enqueueing or self._closed or self._must_wait() or (self._has_time and self._is_launching()):
                 return None
             if self._bytes_ahead >= self._bounds.ahead_bytes or len(self._under_way) >= MAX_PIECES:
                 self._call_thread()
@@ -345,7 +361,7 @@ class Lane:
                 if self._closed:
                     return
                 self._thread_is_needed = False
-            if self._bounds.patience_s:
+            if self._bounds.patience_s and self._has_time:
                 time.sleep(self._bounds.patience_s)
             self._enqueue_what_fits(math.inf, may_block=True)
             with self._changed:

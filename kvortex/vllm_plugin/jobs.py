@@ -195,7 +195,8 @@ class JobBook:
         )
         self._jobs[job.job_id] = job
         self._loading.update(job.keys)
-        self._plan.prefetches.append(self._order(job.job_id, Direction.LOAD, gpu_blocks, job.slots))
+        order = self._order(job.job_id, Direction.LOAD, gpu_blocks, job.slots)
+        self._plan.prefetches.append(replace(order, is_prefetch=True))
         return job
 
     def _new_id(self) -> JobId:

@@ -177,6 +177,8 @@ class MiniVllm:
 
     def _submit(self, plan: StepPlan) -> None:
         assert not plan.step_loads
+        assert all(load.is_prefetch for load in plan.prefetches)
+        assert not any(load.is_prefetch for load in plan.loads)
         self.request_of.update(plan.requests)
         for store in plan.stores:
             content = [self.in_vram.get(block_id, NOTHING) for block_id in store.gpu_blocks.tolist()]

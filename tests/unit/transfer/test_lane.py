@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,14 +107,23 @@ class Bench:
         patience_s: float = 0.0,
         slab: FakePinning | None = None,
     ) -> None:
-        self.others_turn = False
+        self.others_turn = self.launching = False
         self.clock = FakeClock()
         self.stream = FakeStream()
         self.slab = slab or FakePinning()
         queue = OrderQueue(1000, 1000, BLOCK, self.clock)
         bounds = LaneBounds(piece * BLOCK, ahead * BLOCK, inline_pieces, bytes_per_s=BLOCK, patience_s=patience_s)
-        must_wait = lambda: self.others_turn  # noqa: E731
-        self.lane = Lane("test", queue, self.stream, self.slab, bounds, BLOCK, self.clock, must_wait)
+        self.lane = Lane(
+            "test",
+            queue,
+            self.stream,
+            self.slab,
+            bounds,
+            BLOCK,
+            self.clock,
+            must_wait=lambda: self.others_turn,
+            is_launching=lambda: self.launching,
+        )
         self.fence = FakeFence()
         self.num_collects = 0
 
@@ -138,7 +148,14 @@ class Bench:
 
 
 def blocks(job_id: int, first: int, count: int, deadline_s: float = 60.0) -> CopyOrder:
-    return order(job_id, STORE, [(first + i, first + i) for i in range(count)], deadline_s)
+    """Those of a load that a request waits for."""
+    return order(job_id, LOAD, [(first + i, first + i) for i in range(count)], deadline_s)
+
+
+def with_time(kind: str, job_id: int, first: int, count: int) -> CopyOrder:
+    """A copy that no request waits for."""
+    awaited = blocks(job_id, first, count)
+    return replace(awaited, direction=STORE) if kind == "store" else replace(awaited, is_prefetch=True)
 
 
 @pytest.fixture(autouse=True)
@@ -202,22 +219,75 @@ def test_a_lane_that_is_not_inline_leaves_enqueueing_to_its_thread() -> None:
     bench.end()
 
 
-def test_a_patient_lanes_thread_looks_whether_it_must_wait_after_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+KINDS = ["store", "prefetch"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_time_is_enqueued_by_the_lanes_thread(kind: str) -> None:
+    bench = Bench(ahead=3)
+    bench.add(with_time(kind, 1, 0, 5))
+    wait_until(lambda: bench.stream.copied == [0, 1, 2])
+    bench.stream.run()
+    assert [answer.job_id for answer in bench.collect(1)] == [1]
+    assert set(bench.stream.enqueued_by) == {"kvortex-test"}
+    bench.end()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_has_time_begins_when_the_step_is_launched(kind: str) -> None:
+    bench = Bench(ahead=3)
+    bench.launching = True
+    bench.add(with_time(kind, 1, 0, 5))
+    threading.Event().wait(0.05)
+    assert bench.stream.copied == []
+    bench.launching = False
+    bench.lane.collect()
+    wait_until(lambda: bench.stream.copied == [0, 1, 2])
+    bench.launching = True
+    bench.stream.run(4)
+    threading.Event().wait(0.05)
+    assert bench.stream.copied == [0, 1, 2]
+    bench.launching = False
+    bench.stream.run()
+    assert [answer.job_id for answer in bench.collect(1)] == [1]
+    bench.end()
+
+
+def test_a_load_that_a_request_waits_for_takes_prefetches_before_it_along() -> None:
+    bench = Bench(ahead=10)
+    bench.launching = True
+    bench.add(with_time("prefetch", 1, 0, 2))
+    assert bench.stream.copied == []
+    bench.add(blocks(2, 10, 2))
+    wait_until(lambda: bench.stream.copied == [0, 1, 10, 11])
+    bench.stream.run()
+    assert [answer.job_id for answer in bench.collect(2)] == [1, 2]
+    bench.add(with_time("prefetch", 3, 20, 2))
+    assert bench.lane.collect() == []
+    assert 20 not in bench.stream.copied, "nobody waits for anything any more"
+    bench.end()
+
+
+def test_the_lanes_thread_looks_what_may_begin_after_its_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(inline_pieces=0, patience_s=7.0)
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
-        bench.others_turn = len(slept) == 1  # whoever called the thread begins something meanwhile
+        bench.launching = len(slept) == 1  # whoever called the thread goes on with a step
 
     monkeypatch.setattr(lane_module.time, "sleep", sleep)
-    bench.add(blocks(1, 0, 1))
+    bench.add(with_time("store", 1, 0, 1))
     wait_until(lambda: slept == [7.0])
     threading.Event().wait(0.05)
     assert bench.stream.copied == []
     bench.lane.collect()
     wait_until(lambda: bench.stream.copied == [0])
-    assert slept[1:] == [7.0]
+    assert slept == [7.0, 7.0]
+    bench.add(blocks(2, 10, 5))
+    bench.stream.run()
+    assert sorted(answer.job_id for answer in bench.collect(2)) == [1, 2]
+    assert slept == [7.0, 7.0], "a request waits"
     monkeypatch.undo()
     bench.end()
 
