@@ -127,6 +127,8 @@ class SessionPlay(Play):
             "ttft_p99_ms": in_ms(percentile(later, 0.99)),
             "between_tokens_p50_ms": in_ms(percentile(self._gaps_s, 0.5)),
             "between_tokens_p99_ms": in_ms(percentile(self._gaps_s, 0.99)),
+            "host_schedule_p50_ms": in_ms(percentile(self.schedule_s[False], 0.5), 3),
+            "host_schedule_that_admits_p50_ms": in_ms(percentile(self.schedule_s[True], 0.5), 3),
         }
         if self._options.ram_gb:
             snapshot = self.scheduler.connector._scheduler_side.snapshot()
@@ -139,8 +141,8 @@ class SessionPlay(Play):
         return row
 
 
-def in_ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 1)
+def in_ms(seconds: float | None, digits: int = 1) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, digits)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import json
 import logging
 import random
 import tempfile
+import time
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -122,6 +123,8 @@ class Play:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self.now_s = 0.0
+        # Of this machine, not of the model: seconds of the steps that admit nobody, and of those that admit somebody.
+        self.schedule_s: tuple[list[float], list[float]] = ([], [])
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(MODEL))
             config = self._engine_args(folder).create_engine_config()
@@ -218,7 +221,9 @@ class Play:
 
     def _step(self) -> None:
         scheduler, options = self.scheduler, self._options
+        begin = time.perf_counter()
         order = scheduler.schedule()
+        self.schedule_s[bool(order.scheduled_new_reqs)].append(time.perf_counter() - begin)
         counts = order.num_scheduled_tokens
         prefilled = sum(n for n in counts.values() if n > 1)
         seconds = (options.step_ms * 1e-3 if counts else 1e-3) + prefilled * options.token_us * 1e-6
