@@ -34,9 +34,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PIECES: Final = {Direction.LOAD: (1.2e-3, 8), Direction.STORE: (4.8e-3, 4)}
-"""Seconds of the link in a piece, and how many are ahead: more than another thread may keep the interpreter for, and of
-stores about what a step takes to be launched. Nothing waits behind a store but stores."""
+_PIECE_S: Final = {Direction.LOAD: 1.2e-3, Direction.STORE: 4.8e-3}
+_AHEAD_S: Final = {Direction.LOAD: 9.6e-3, Direction.STORE: 19.2e-3}
+"""Of the link: more than another thread may keep the interpreter for, and of stores about what a step takes to be
+launched. Nothing waits behind a store but stores."""
+
+_LEAST_AHEAD: Final = 4
+_MOST_AHEAD: Final = {Direction.LOAD: 8, Direction.STORE: 16}
+"""Pieces. They are smaller where they are many copies."""
 
 _MAX_COPIES: Final = 1024
 """In a piece. The driver takes up to a microsecond each, and lets nothing be launched when it has too many."""
@@ -238,13 +243,13 @@ def _table(rows: Sequence[Row], slab: PinnedSlab, max_copy_bytes: int) -> Addres
 
 
 def _bounds(direction: Direction, bandwidth: float, block_bytes: int, num_copied_rows: int) -> LaneBounds:
-    piece_s, pieces_ahead = _PIECES[direction]
-    blocks = min(round(bandwidth * piece_s) // block_bytes, _MAX_COPIES // max(1, num_copied_rows), _MAX_BLOCKS)
-    blocks = max(1, blocks)
+    wanted = round(bandwidth * _PIECE_S[direction]) // block_bytes
+    blocks = max(1, min(wanted, _MAX_COPIES // max(1, num_copied_rows), _MAX_BLOCKS))
+    ahead = round(bandwidth * _AHEAD_S[direction] / (blocks * block_bytes))
     inline = blocks * num_copied_rows <= _MAX_INLINE_COPIES
     return LaneBounds(
         piece_bytes=blocks * block_bytes,
-        ahead_bytes=pieces_ahead * blocks * block_bytes,
+        ahead_bytes=max(_LEAST_AHEAD, min(ahead, _MOST_AHEAD[direction])) * blocks * block_bytes,
         inline_pieces=_INLINE_PIECES if inline else 0,
         bytes_per_s=_BESIDE_A_MODEL * bandwidth,
         patience_s=_PATIENCE_S,
