@@ -247,7 +247,11 @@ class Lane:
 
     def _go_on(self) -> None:
         """Does a bounded part of what can be done now, and has the lane's thread do the rest."""
-        if self._enqueue_what_fits(0 if self._has_time else self._bounds.inline_pieces, may_block=False):
+        if self._has_time:
+            is_left = self._held is not None or self._queue.has_waiting(self._jobs)
+        else:
+            is_left = self._enqueue_what_fits(self._bounds.inline_pieces, may_block=False)
+        if is_left:
             with self._changed:
                 self._call_thread()
 

@@ -283,7 +283,9 @@ def test_the_lanes_thread_looks_what_may_begin_after_its_patience(monkeypatch: p
     assert bench.stream.copied == []
     bench.lane.collect()
     wait_until(lambda: bench.stream.copied == [0])
-    assert slept == [7.0, 7.0]
+    bench.lane.collect()
+    threading.Event().wait(0.05)
+    assert slept == [7.0, 7.0], "nothing is left to enqueue"
     bench.add(blocks(2, 10, 5))
     bench.stream.run()
     assert sorted(answer.job_id for answer in bench.collect(2)) == [1, 2]
