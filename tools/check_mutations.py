@@ -34,6 +34,7 @@ class Mutation(NamedTuple):
 
 
 SIM: Final = "tests/unit/vllm_plugin/test_sim_engine.py"
+SIM_STORES: Final = "tests/unit/vllm_plugin/test_sim_stores.py"
 JOBS: Final = "tests/unit/vllm_plugin/test_jobs.py"
 INDEX: Final = "tests/unit/cache/test_index.py"
 PLUGIN: Final = "kvortex/vllm_plugin"
@@ -46,7 +47,7 @@ MUTATIONS: Final = (
     Mutation(2, "one rank's answer publishes a block", f"{PLUGIN}/jobs.py", "job.waiting_ranks.remove(rank)", "job.waiting_ranks.clear()", JOBS),
     Mutation(2, "a key is found while it is written", "kvortex/cache/index.py", "self._writing.update(zip(keys, slots, strict=True))", "self._ready.add(keys, slots)", INDEX),
     Mutation(2, "an evicted key is still found", "kvortex/cache/index.py", "self._ready.remove(evicted)", "pass", INDEX),
-    Mutation(3, "a store does not wait for its step's kernels", f"{PLUGIN}/step_log.py", "return self.number + 1", "return self.number", f"{SIM} -k store_reads"),
+    Mutation(3, "a store does not wait for its step's kernels", f"{PLUGIN}/step_log.py", "return self.number + 1", "return self.number", f"{SIM_STORES} -k store_reads"),
     Mutation(3, "a store waits for the step before the one that wrote its blocks", f"{PLUGIN}/step_log.py", "if completion < completions:", "if completion < completions + 8:", "tests/unit/vllm_plugin/test_step_log.py"),
     Mutation(3, "a load does not wait for promised loads into its blocks", f"{PLUGIN}/worker.py", "self._before_kernels = self.engine.fence() if loads else None", "self._before_kernels = type(self.engine.fence())(self.engine, self.engine.submitted - len(needed)) if loads else None", f"{SIM} -k overtake"),
     Mutation(3, "nobody waits for a promised load that failed elsewhere", f"{PLUGIN}/jobs.py", "self._need(job.job_id)  #", "pass  #", f"{SIM} -k one_rank_promised"),

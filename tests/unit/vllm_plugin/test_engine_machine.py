@@ -31,15 +31,11 @@ from kvortex.cache.index import KeyState, SlotState
 from kvortex.cache.load_choice import Way
 from kvortex.cache.policies import EVICTION_POLICIES
 from kvortex.messages import Direction, JobId, Outcome
+from tests.unit.vllm_plugin.sim_import import import_sim
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    compat = importlib.import_module("kvortex.vllm_plugin.compat")
-    jobs = importlib.import_module("kvortex.vllm_plugin.jobs")
-    if not compat.REPORTS_FAILED_REQUESTS:
-        pytest.skip("this stand-in for a model runner calls the hooks of later versions", allow_module_level=True)
-    sim = importlib.import_module("tests.fakes.sim_engine")
+steps = import_sim()
+sim = steps.sim
+jobs = importlib.import_module("kvortex.vllm_plugin.jobs")
 
 STEPS = int(os.environ.get("KVORTEX_RANDOM_STEPS", "1200"))
 STEPS_AN_EXAMPLE = 120

@@ -5,110 +5,21 @@ What the random operations of `test_engine_machine.py` found stands here by itse
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvortex.cache.load_choice import Way
-from kvortex.messages import Direction, JobId, Outcome
+from kvortex.messages import Direction, Outcome
+from tests.unit.vllm_plugin.sim_import import import_sim
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    compat = importlib.import_module("kvortex.vllm_plugin.compat")
-    if not compat.REPORTS_FAILED_REQUESTS:
-        pytest.skip("the stand-in for a model runner calls the hooks of later versions", allow_module_level=True)
-    sim = importlib.import_module("tests.fakes.sim_engine")
+steps = import_sim()
+compat, sim, SIZE = steps.compat, steps.sim, steps.SIZE
+talk, end_copies, step, run = steps.talk, steps.end_copies, steps.step, steps.run
+in_ram_alone, the_load, nothing_is_left = steps.in_ram_alone, steps.the_load, steps.nothing_is_left
 
-SIZE = sim.BLOCK_SIZE
 Make = Callable[..., Any]
-
-
-def talk(number: int, tokens: int) -> list[int]:
-    return [3 + (11 * number + 5 * i) % 500 for i in range(tokens)]
-
-
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
-    folder: Path = tmp_path_factory.mktemp("model")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return {overlap: sim.vllm_config(folder, overlap=overlap, max_running=4) for overlap in (False, True)}
-
-
-@pytest.fixture
-def make(configs: dict[bool, Any]) -> Iterator[Make]:
-    """Engines without prefetch, whose stores and loads the test ends; loads come before their step."""
-    made = []
-
-    def make_one(**options: Any) -> Any:
-        settings = {"offload_threshold": 0.0, "prefetch_enabled": False, "transfer_timeout": 10.0}
-        options = {"num_slots": 300, **options}
-        config = configs[options.pop("overlap", False)]
-        config.kv_transfer_config.kv_role = "kv_both"  # the engine before this one changed it
-        engine = sim.SimEngine(config, settings=settings | options.pop("settings", {}), **options)
-        engine.side._choice.way = lambda *_, **__: Way.BEFORE_STEP
-        made.append(engine)
-        return engine
-
-    yield make_one
-    for engine in made:
-        engine.close()
-
-
-def end_copies(engine: Any) -> None:
-    for device in engine.devices:
-        for job_id in device.held:
-            device.release(job_id)
-
-
-def step(engine: Any) -> None:
-    engine.schedule()
-    engine.take_output()
-
-
-def run(engine: Any, steps: int = 60) -> None:
-    """Until all is answered, with copies that end well."""
-    for _ in range(steps):
-        end_copies(engine)
-        if not engine.scheduler.has_requests():
-            return
-        step(engine)
-        engine.clock.advance(0.2)
-    raise AssertionError(f"requests do not end: {engine.live}, {engine.side.busy}")
-
-
-def in_ram_alone(engine: Any, number: int, tokens: int) -> None:
-    """A prompt's blocks are in RAM and no longer in VRAM."""
-    engine.add(f"first {number}", talk(number, tokens), max_tokens=1)
-    run(engine)
-    filler = (engine.free_at_start - 1) * SIZE
-    for other in (90, 91):
-        engine.add(f"filler {number} {other}", talk(other + number, filler), max_tokens=1)
-        run(engine)
-    key = engine.keys_of(talk(number, tokens))[0]
-    assert not engine.side._residency.holds(key)
-    assert engine.side._index.match([key])
-
-
-def the_load(engine: Any, rank: int = 0) -> JobId:
-    device = engine.devices[rank]
-    (job_id,) = [job for job in device.held if device.direction(job) is Direction.LOAD]
-    return job_id
-
-
-def nothing_is_left(engine: Any) -> None:
-    stats = engine.side.snapshot()
-    assert engine.pool.get_num_free_blocks() == engine.free_at_start
-    assert stats["tiers"]["ram"]["pinned_blocks"] == 0
-    assert stats["load"]["in_flight"] == stats["store"]["in_flight"] == 0
-    assert stats["sessions"]["active"] == engine.side._jobs.unanswered == 0
-    tokens = stats["tokens"]
-    assert tokens["vram_hit"] + tokens["ram_hit"] + tokens["computed"] == tokens["queried"]
 
 
 def test_a_promised_request_that_ends_before_its_loads_end_is_told_is_counted(make: Make) -> None:
@@ -209,83 +120,6 @@ def test_a_step_load_does_not_overtake_the_promised_load_of_an_aborted_request(m
 
 
 # ---- a block's life, with a fault at each step
-
-
-def wrong_in_ram(engine: Any, tokens: list[int]) -> int:
-    """Blocks found in RAM, of these tokens, that hold anything else."""
-    (device,) = engine.devices
-    keys = engine.keys_of(tokens)
-    found = engine.side._index.ready_slots(keys)
-    assert found
-    layers = range(sim.LAYERS)
-    return sum(
-        any((device.ram[layer, slot] != engine.expected(keys[i], 0, layer)).any() for layer in layers)
-        for i, slot in found.items()
-    )
-
-
-def play_with_early_stores(engine: Any) -> None:
-    """Copied as early as their fences allow, layer by layer, while no kernel has run of its own accord."""
-    engine.add("a", talk(1, 85), max_tokens=3)
-    (device,) = engine.devices
-    while engine.live:
-        engine.schedule()
-        for job_id in device.held:
-            device.copy_layer(job_id, 0)
-        engine.take_output()
-    run(engine)
-    assert engine.side.snapshot()["store"]["blocks"] == 10
-
-
-def test_a_store_reads_what_the_steps_kernels_wrote(make: Make) -> None:
-    engine = make(num_blocks=20)
-    play_with_early_stores(engine)
-    assert wrong_in_ram(engine, talk(1, 85)) == 0
-
-
-def test_control_a_store_behind_the_step_before_reads_too_early(make: Make) -> None:
-    engine = make(num_blocks=20)
-    written_by = engine.side._steps.written_by
-    engine.side._steps.written_by = lambda completion: written_by(completion) - 1
-    play_with_early_stores(engine)
-    assert wrong_in_ram(engine, talk(1, 85)) > 0
-
-
-def test_a_store_of_what_earlier_steps_wrote_does_not_wait_for_this_one(make: Make) -> None:
-    engine = make(num_blocks=60, overlap=True, settings={"offload_threshold": 0.9, "offload_target": 0.9})
-    (device,) = engine.devices
-    engine.add("a", talk(1, 85), max_tokens=1)
-    run(engine)
-    assert engine.side.snapshot()["store"]["blocks"] == 0
-    engine.add("b", talk(2, 300), max_tokens=1)
-    engine.schedule()
-    while not device.held:
-        engine.take_output()
-        engine.schedule()
-    done = device.done
-    for layer in range(sim.LAYERS):
-        device.copy_layer(device.held[0], layer)
-    assert device.done == done < device.submitted, "kernels had to run first"
-    engine.take_output()
-    run(engine)
-    assert wrong_in_ram(engine, talk(1, 85)) == 0
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_store_that_ends_while_the_step_runs_is_told_with_its_output(make: Make, num_ranks: int) -> None:
-    """By a worker in the scheduler's process; one of its own says it a step later."""
-    engine = make(num_blocks=20, num_ranks=num_ranks)
-    engine.add("a", talk(1, 60), max_tokens=4)
-    engine.schedule()
-    assert all(device.held for device in engine.devices)
-    end_copies(engine)
-    engine.take_output()
-    told = num_ranks == 1
-    assert engine.side.snapshot()["store"]["blocks"] == 7 * told
-    step(engine)
-    assert engine.side.snapshot()["store"]["blocks"] == 7
-    run(engine)
-    nothing_is_left(engine)
 
 
 def test_a_load_that_ends_while_the_step_runs_is_told_as_vllm_hears_of_it(make: Make) -> None:
@@ -635,41 +469,3 @@ def test_slots_are_what_the_configuration_says_over_all_ranks(make: Make) -> Non
         engine = make(num_ranks=ranks, num_slots=50)
         assert engine.side._index.num_slots == 50
         assert engine.side.snapshot()["tiers"]["ram"]["capacity_bytes"] == 50 * sim.BLOCK_BYTES * ranks
-
-
-# ---- what the policy learns of a prompt can wait, its request cannot
-
-
-def heard_prompts(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    policy = engine.side._index._policy._policy
-    heard: list[int] = []
-    monkeypatch.setattr(policy, "prompt", lambda keys, num_tokens: heard.append(num_tokens))
-    return heard
-
-
-def test_the_policy_hears_of_a_prompt_once_its_step_is_submitted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make(overlap=True)
-    heard = heard_prompts(engine, monkeypatch)
-    engine.add("one", talk(1, 40), max_tokens=4)
-    engine.schedule()
-    assert heard == [], "its request waited for what the policy learns"
-    end_copies(engine)
-    engine.schedule()  # nobody is admitted
-    assert heard == [40]
-    run(engine)
-    assert heard == [40]
-
-
-def test_the_policy_hears_of_a_prompt_at_the_first_answer_where_every_step_admits_one(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make(overlap=True)
-    heard = heard_prompts(engine, monkeypatch)
-    for number in range(3):
-        engine.add(f"number {number}", talk(number, 40 + number), max_tokens=2)
-        engine.schedule()
-        end_copies(engine)
-        engine.take_output()
-    # The last one's step ordered stores of the one before; their end was told with its output.
-    assert heard == [40, 41, 42]
-    run(engine)
