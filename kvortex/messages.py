@@ -48,7 +48,7 @@ class CopyOrder:
         sampled: bool [n], of a STORE: the blocks that get a checksum where blocks are verified; None is all of them.
         written_by: of a STORE, the number of the plan whose step's kernels are the last that may write its GPU blocks;
             None is the plan that it comes with.
-        is_prefetch: of a LOAD: no request waits for it.
+        is_prefetch: of a LOAD: not ordered for a request that has its GPU blocks.
     """
 
     job_id: JobId

@@ -7,8 +7,9 @@
 What is enqueued runs without the host. The lane's thread only tops it up while more is waiting, so the link
 does not wait for whoever holds the interpreter. What has not been enqueued can still be dropped.
 
-Stores and prefetches have time: nobody waits for them, and to enqueue them takes the interpreter from the model's
-thread. While a lane has nothing else, its own thread enqueues them, and not while a step is being launched.
+Stores and prefetches have time: few requests ever wait for one, and all wait while the model's thread, from which
+enqueueing takes the interpreter, launches a step. So while a lane has nothing else, its own thread enqueues them, and
+not during a launch.
 """
 
 from __future__ import annotations

@@ -1,167 +1,19 @@
-"""A lane's promises, over a stream that runs only when told: order, bounds, deadlines, faults, pinning, the end."""
+"""What a lane does, over a stream that runs only when told: order, bounds, deadlines, faults, pinning, the end."""
 
 from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvortex.messages import CopyOrder, IntArray, JobResult, Outcome
+from kvortex.messages import JobResult, Outcome
 from kvortex.transfer import lane as lane_module
-from kvortex.transfer.lane import Lane, LaneBounds
-from kvortex.transfer.queue import OrderQueue, Piece
-from tests.fakes.clock import FakeClock
 from tests.unit.transfer.builders import LOAD, STORE, order, wait_until
+from tests.unit.transfer.lane_bench import BLOCK, Bench, FakePinning, blocks, same, with_time
 
-BLOCK = 100
-
-
-class FakeFence:
-    def is_reached(self) -> bool:
-        return False
-
-
-class FakeStream:
-    """A `StreamMover`: enqueued pieces run one at a time, by `run`."""
-
-    def __init__(self) -> None:
-        self.enqueued: list[tuple[str, object]] = []
-        self.enqueued_by: list[str] = []
-        self.num_run = 0
-        self.faults: dict[int, str | Exception] = {}
-        self.is_dead = False
-        self.unpinned_gate, self.unpinned_begun = threading.Event(), threading.Event()
-        self.threads: set[str] = set()
-        self._changed = threading.Condition()
-
-    def enter_thread(self) -> None:
-        self.threads.add(threading.current_thread().name)
-
-    def wait_for(self, fence: FakeFence) -> None:
-        self.enqueued.append(("fence", fence))
-
-    def enqueue(self, piece: Piece, *, pinned: bool) -> None:
-        if not pinned:
-            self.unpinned_begun.set()
-            assert self.unpinned_gate.wait(60)
-        blocks = piece.gpu_blocks.tolist()
-        self.enqueued.append(("copy" if pinned else "copy unpinned", blocks))
-        self.enqueued_by.append(threading.current_thread().name)
-        for block in blocks:
-            if (fault := self.faults.get(block)) is not None:
-                raise fault if isinstance(fault, Exception) else RuntimeError(fault)
-
-    def mark(self) -> FakeEnd:
-        if self.is_dead:
-            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
-        return FakeEnd(self, len(self.enqueued))
-
-    def run(self, num_entries: int = 1_000_000) -> None:
-        with self._changed:
-            self.num_run = min(self.num_run + num_entries, len(self.enqueued) if num_entries < 1_000_000 else 1_000_000)
-            self._changed.notify_all()
-
-    def wait_run(self, num_entries: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.num_run >= num_entries, 60)
-
-    @property
-    def copied(self) -> list[int]:
-        return [block for what, blocks in self.enqueued if what != "fence" for block in blocks]  # type: ignore[attr-defined]
-
-
-class FakeEnd:
-    def __init__(self, stream: FakeStream, num_entries: int) -> None:
-        self._stream, self._num_entries = stream, num_entries
-
-    def is_reached(self) -> bool:
-        if self._stream.is_dead:
-            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
-        return self._stream.num_run >= self._num_entries
-
-    def wait(self) -> None:
-        self._stream.wait_run(self._num_entries)
-
-
-class FakePinning:
-    def __init__(self, pinned_slots: int = 1000, *, is_pinning: bool = False) -> None:
-        self.pinned_slots, self.is_pinning = pinned_slots, is_pinning
-        self.refusal = ""
-
-    def is_pinned(self, slots: IntArray) -> bool:
-        return int(slots.max()) < self.pinned_slots
-
-
-class Bench:
-    """A lane of single-block pieces, two of them ahead, unless told otherwise."""
-
-    def __init__(
-        self,
-        *,
-        ahead: int = 2,
-        piece: int = 1,
-        inline_pieces: int = 1000,
-        patience_s: float = 0.0,
-        slab: FakePinning | None = None,
-    ) -> None:
-        self.others_turn = self.launching = False
-        self.clock = FakeClock()
-        self.stream = FakeStream()
-        self.slab = slab or FakePinning()
-        queue = OrderQueue(1000, 1000, BLOCK, self.clock)
-        bounds = LaneBounds(piece * BLOCK, ahead * BLOCK, inline_pieces, bytes_per_s=BLOCK, patience_s=patience_s)
-        self.lane = Lane(
-            "test",
-            queue,
-            self.stream,
-            self.slab,
-            bounds,
-            BLOCK,
-            self.clock,
-            must_wait=lambda: self.others_turn,
-            is_launching=lambda: self.launching,
-        )
-        self.fence = FakeFence()
-        self.num_collects = 0
-
-    def add(self, *orders: CopyOrder) -> None:
-        self.lane.add(orders, self.fence)
-
-    def collect(self, num_answers: int) -> list[JobResult]:
-        answers: list[JobResult] = []
-
-        def have_come() -> bool:
-            self.num_collects += 1
-            answers.extend(self.lane.collect())
-            return len(answers) >= num_answers
-
-        wait_until(have_come)
-        return answers
-
-    def end(self) -> None:
-        self.stream.unpinned_gate.set()
-        self.stream.run()
-        assert self.lane.close(time.monotonic() + 60)
-
-
-def blocks(job_id: int, first: int, count: int, deadline_s: float = 60.0) -> CopyOrder:
-    """Those of a load that a request waits for."""
-    return order(job_id, LOAD, [(first + i, first + i) for i in range(count)], deadline_s)
-
-
-def with_time(kind: str, job_id: int, first: int, count: int) -> CopyOrder:
-    """A copy that no request waits for."""
-    awaited = blocks(job_id, first, count)
-    return replace(awaited, direction=STORE) if kind == "store" else replace(awaited, is_prefetch=True)
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> object:
-    yield
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvortex-")]
+pytestmark = pytest.mark.usefixtures("no_lane_is_left")
 
 
 def test_an_order_waits_for_its_fence_once_and_only_as_much_as_fits_is_enqueued() -> None:
@@ -488,95 +340,6 @@ def test_many_orders_over_a_stream_that_runs_by_itself_are_each_answered_once(in
     bench.end()
 
 
-def same(blocks: list[int]) -> list[tuple[int, int]]:
-    """Each block in the slot of its own number."""
-    return [(block, block) for block in blocks]
-
-
-def test_loads_that_end_within_the_window_are_promised_once_in_order():
-    """The bench's link moves a block a second."""
-    bench = Bench()
-    bench.add(order(1, LOAD, same([1, 2, 3])), order(2, LOAD, same([4, 5])), order(3, LOAD, same([6])))
-    assert bench.lane.promise(2.9) == []
-    assert bench.lane.promise(5.0) == [1, 2]
-    assert bench.lane.promise(5.0) == []
-    assert bench.lane.promise(6.0) == [3]
-    bench.end()
-
-
-def test_stores_are_never_promised():
-    bench = Bench()
-    bench.add(order(1, STORE, same([1])))
-    assert bench.lane.promise(100.0) == []
-    bench.end()
-
-
-def test_a_promised_load_has_no_deadline_any_more():
-    bench = Bench()
-    bench.add(order(1, LOAD, same([1, 2, 3]), deadline_s=10.0), order(2, LOAD, same([4, 5, 6]), deadline_s=10.0))
-    assert bench.lane.promise(3.0) == [1]
-    bench.clock.advance(60.0)
-    bench.stream.run()
-    answers = {answer.job_id: answer.outcome for answer in bench.collect(2)}
-    assert answers == {1: Outcome.DONE, 2: Outcome.TIMED_OUT}
-    bench.end()
-
-
-def test_the_end_of_a_promised_load_is_behind_all_of_its_pieces_even_those_that_did_not_fit_before():
-    bench = Bench(ahead=2)
-    bench.add(order(1, LOAD, same([1, 2, 3, 4, 5])), order(2, LOAD, same([6, 7])))
-    assert bench.stream.copied == [1, 2]
-    assert bench.lane.promise(5.0) == [1]
-    end = bench.lane.end_of({1})
-    assert bench.stream.copied == [1, 2, 3, 4, 5], "and nothing of the other load"
-    assert end is not None
-    assert not end.is_reached()
-    bench.stream.run(len(bench.stream.enqueued))
-    assert end.is_reached()
-    bench.end()
-
-
-def test_a_promised_load_that_has_ended_holds_nobody():
-    bench = Bench(ahead=10)
-    bench.add(order(1, LOAD, same([1, 2])))
-    assert bench.lane.promise(5.0) == [1]
-    bench.stream.run()
-    assert bench.lane.end_of({1}) is None
-    bench.end()
-
-
-def test_nothing_is_promised_where_memory_could_not_be_pinned():
-    bench = Bench()
-    bench.slab.refusal = "no more"
-    bench.add(order(1, LOAD, same([1])))
-    assert bench.lane.promise(100.0) == []
-    bench.end()
-
-
-def test_a_load_whose_copy_was_refused_is_not_promised_while_its_other_copies_run() -> None:
-    bench = Bench(ahead=10)
-    bench.stream.faults[3] = "CUDA_ERROR_OUT_OF_MEMORY"
-    bench.add(order(1, LOAD, same([1, 2, 3])), order(2, LOAD, same([4])))
-    assert bench.lane.collect() == [], "the refused copy's stream has not got there"
-    assert bench.lane.promise(1000.0) == [2]
-    bench.stream.run()
-    assert [(a.job_id, a.outcome) for a in bench.collect(2)] == [(1, Outcome.FAILED), (2, Outcome.DONE)]
-    bench.end()
-
-
-@pytest.mark.parametrize("runs", [False, True])
-def test_kernels_do_not_follow_a_promised_load_whose_copy_was_refused(runs: bool) -> None:
-    bench = Bench(ahead=2)
-    bench.stream.faults[4] = "CUDA_ERROR_OUT_OF_MEMORY"
-    bench.add(order(1, LOAD, same([1, 2, 3, 4])))
-    assert bench.lane.promise(1000.0) == [1]
-    if runs:
-        bench.stream.run()
-    with pytest.raises(RuntimeError, match="a promised load failed: CUDA_ERROR_OUT_OF_MEMORY"):
-        bench.lane.end_of({1})
-    bench.end()
-
-
 @pytest.mark.parametrize("inline_pieces", [0, 1000])
 def test_whatever_enqueueing_raises_is_the_orders_answer_and_the_lane_goes_on(inline_pieces: int) -> None:
     """A kernel's compiler raises what it likes: OSError of a full disk, its own errors."""
@@ -587,15 +350,4 @@ def test_whatever_enqueueing_raises_is_the_orders_answer_and_the_lane_goes_on(in
     failed, done = bench.collect(2)
     assert (failed.job_id, failed.outcome, done.job_id, done.outcome) == (1, Outcome.FAILED, 2, Outcome.DONE)
     assert failed.detail == "OSError: [Errno 28] No space left on device"
-    bench.end()
-
-
-def test_what_is_not_to_be_promised_keeps_its_deadline() -> None:
-    bench = Bench()
-    bench.add(order(1, LOAD, same([1, 2, 3]), deadline_s=10.0), order(2, LOAD, same([4]), deadline_s=10.0))
-    assert bench.lane.promise(100.0, {1}) == [2]
-    bench.clock.advance(60.0)
-    bench.stream.run()
-    answers = {answer.job_id: answer.outcome for answer in bench.collect(2)}
-    assert answers == {1: Outcome.TIMED_OUT, 2: Outcome.DONE}
     bench.end()
