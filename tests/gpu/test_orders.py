@@ -111,6 +111,8 @@ def test_close_waits_for_what_is_on_the_gpu_and_drops_the_rest() -> None:
         spin(100)
         behind = engine.fence()
         engine.submit([order(1, STORE, np.arange(1200), np.arange(1200))])
+        lane = engine._lanes[STORE]
+        wait_until(lambda: lane._bytes_ahead > 0)
         assert engine.close(0.001) is False
         assert engine.poll() == []
         assert engine.close(60) is True
