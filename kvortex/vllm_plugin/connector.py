@@ -27,7 +27,7 @@ from kvortex.vllm_plugin.request_log import RequestLog, open_request_log
 from kvortex.vllm_plugin.scheduler import SchedulerSide
 from kvortex.vllm_plugin.setup import engine_facts
 from kvortex.vllm_plugin.stats_socket import StatsServer
-from kvortex.vllm_plugin.worker import WorkerSide
+from kvortex.vllm_plugin.worker import WorkerSide, settle_workers
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +177,7 @@ class KVortexConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         self._scheduler_side.reset()
-        return True
+        return settle_workers()  # vLLM may unmap the KV memory next
 
     # ---- worker role ----
 

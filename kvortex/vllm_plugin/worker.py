@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvortex.errors import UnfitError
 from kvortex.keys import SAMPLE_EVERY
@@ -38,6 +39,16 @@ LINK_TOLERANCE = 0.05
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that a worker waits at its end for copies under way."""
+
+_SETTLE_POLL_S: Final = 1e-3
+
+_workers: Final[weakref.WeakSet[WorkerSide]] = weakref.WeakSet()
+"""Of this process, those that have vLLM's KV memory."""
+
+
+def settle_workers() -> bool:
+    """Has this process's workers wait until none of their copies touches KV memory; see `WorkerSide.settle`."""
+    return all(worker.settle(CLOSE_TIMEOUT) for worker in list(_workers))
 
 
 class WorkerSide:
@@ -91,6 +102,7 @@ class WorkerSide:
         self._engine = engine if self._facts.settings.verify == "off" else self._verified(engine, layout, self._slab)
         self._layer_waits = LayerWaits(layout.regions_of)
         self._num_regions = len(layout.regions)
+        _workers.add(self)
         logger.info(
             "rank %d: %d slots of %s in host RAM, %s in all",
             self._rank,
@@ -219,9 +231,7 @@ class WorkerSide:
         self.end_forward()
         now = self._clock()
         step_s, self._collected_at = now - self._collected_at, now
-        set_aside, self._set_aside = self._set_aside, []
-        for result in [*set_aside, *self._engine.poll()]:
-            self._answer(result)
+        self._take_answers(self._engine)
         if not self._waiting:
             return
         # vLLM hears of a load at the end of a step and runs its request a step later. A load that ends by then is told
@@ -230,6 +240,11 @@ class WorkerSide:
             request_id, _ = self._waiting.pop(job_id)
             self._promised.add(job_id)
             self._finished.add(request_id)
+
+    def _take_answers(self, engine: CopyEngine) -> None:
+        set_aside, self._set_aside = self._set_aside, []
+        for result in [*set_aside, *engine.poll()]:
+            self._answer(result)
 
     def _answer(self, result: JobResult) -> None:
         self._report.append(result)
@@ -299,6 +314,26 @@ class WorkerSide:
         self._unpromisable -= ended_ids
         return StepReport({self._rank: ended}) if ended else None
 
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until every copy submitted has ended; their answers go with the next step's. True if all ended.
+
+        An engine in its caller's process is put to sleep between two steps, however many copies wait for later ones;
+        vLLM then unmaps the memory that they would touch. An engine in a process of its own first makes steps until
+        none is left. Only for the thread that runs the steps; of another's engine nothing is asked.
+        """
+        if self._engine is None or threading.get_ident() != self._thread_id:
+            return True
+        self.end_forward()
+        end_s = time.monotonic() + timeout_s
+        while True:
+            self._take_answers(self._engine)
+            if not (self._unheard or self._waiting or self._promised):
+                return True
+            if time.monotonic() >= end_s:
+                logger.warning("rank %d: copies were still under way after %.0f s", self._rank, timeout_s)
+                return False
+            time.sleep(_SETTLE_POLL_S)
+
     def _untold_link(self) -> LinkFacts | None:
         """The link, where it is not what the scheduler side was told."""
         link = None if self._engine is None else self._engine.link
@@ -314,6 +349,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Gives the slab back. Idempotent."""
+        _workers.discard(self)
         engine, self._engine = self._engine, None
         slab, self._slab = self._slab, None
         ended = engine is None or engine.close(CLOSE_TIMEOUT)

@@ -1,4 +1,4 @@
-"""A load that no request waits for, in the worker: behind the others, told to the scheduler side only."""
+"""A load that no request waits for, in the worker: behind the others, told to the scheduler side only. And `settle`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FakeEngine:
         return "before this step's kernels"
 
     def submit(self, orders: list[CopyOrder], *, after: Any = None) -> None:
-        assert after == "before this step's kernels"
+        assert after == "before this step's kernels" or orders[0].direction is Direction.STORE
         self.submitted += orders
 
     def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
@@ -155,3 +155,56 @@ def test_the_wait_for_promised_loads_is_not_timed_as_the_steps_computing(worker:
     engine.submitted = []
     step(worker, StepPlan(needed=[JobId(2)], timed_as=7))
     assert order_of_calls == ["hold [2]", "start", "stop"]
+
+
+class SlowEngine(FakeEngine):
+    """Ends what it has at the third question, or never."""
+
+    def __init__(self, *, ends: bool) -> None:
+        super().__init__()
+        self.ends = ends
+        self.num_polls = 0
+
+    def poll(self) -> list[JobResult]:
+        self.num_polls += 1
+        if self.ends and self.num_polls == 3:
+            self.end(Outcome.DONE)
+        return super().poll()
+
+
+def with_copies(worker: Any, engine: FakeEngine) -> None:
+    """A step that loads for a request, prefetches and stores."""
+    worker._engine = engine
+    store = CopyOrder(JobId(3), Direction.STORE, np.array([3]), np.array([3]), 30.0)
+    worker.bind(StepPlan(loads=[load(2)], prefetches=[load(1)], stores=[store], requests={JobId(2): "r"}))
+    worker.begin_forward(None)
+    worker.submit_stores()
+
+
+def test_a_worker_that_settles_waits_for_every_copy_and_tells_of_them_in_the_next_step(worker: Any) -> None:
+    with_copies(worker, SlowEngine(ends=True))
+    assert worker.take_late_report() is None
+    assert worker.settle(30)
+    assert not worker._is_launching
+    assert worker.engine.num_polls == 3
+    assert sorted(result.job_id for result in worker.take_report().results[0]) == [1, 2, 3]
+    assert worker.take_finished() == ({"r"}, set())
+
+
+def test_it_waits_for_nothing_twice_that_was_set_aside(worker: Any, engine: FakeEngine) -> None:
+    with_copies(worker, engine)
+    engine.end(Outcome.DONE)
+    assert sorted(result.job_id for result in worker.take_late_report().results[0]) == [1, 3]
+    assert worker.settle(30)
+    assert [result.job_id for result in worker.take_report().results[0]] == [2]
+
+
+def test_it_does_not_wait_for_ever_and_not_for_another_threads_engine(
+    worker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_copies(worker, SlowEngine(ends=False))
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(worker.settle, 30).result()
+    assert worker.engine.num_polls == 0
+    assert not worker.settle(0.01)
+    assert "copies were still under way after 0 s" in caplog.text
