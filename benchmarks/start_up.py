@@ -6,7 +6,8 @@
 starts   vLLM made with and without KVortex in turn, each in a fresh process; few layers, since their number is not
          what is measured. The first start warms files up and is not counted.
 pinned   the host slab alone, in a fresh process a size: what the kernel accounts to the process while all of it is
-         pinned, and after it was given back, against what was asked.
+         pinned, and after it was given back, against what was asked; and how long another thread of the process waits
+         meanwhile to map memory, as the model's does.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import argparse
 import asyncio
 import contextlib
 import json
+import mmap
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from dummy_engine import EngineOptions, add_engine_options, ask_all, engine_options, read_counters, save, start_engine
 
@@ -42,7 +46,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120, help="seconds a process")
     parser.add_argument("--start", choices=("plain", "kvortex"), help=argparse.SUPPRESS)
     parser.add_argument("--pin", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--unpinned", action="store_true", help="without a GPU: memory is touched, not registered")
+    parser.add_argument("--unpinned", action="store_true", help="without a GPU: pages are taken, not registered")
     add_engine_options(parser, EngineOptions(layers=4, vram_gb=4, max_model_len=8192))
     options = parser.parse_args()
     if options.start:
@@ -141,7 +145,7 @@ def engine_rss() -> int:
 
 
 def pin(asked: int, *, pageable: bool) -> None:
-    from kvortex.transfer.pinned import PinnedSlab, populate
+    from kvortex.transfer.pinned import PinnedSlab
 
     if pageable:
         registrar: Any = NoRegistrar()
@@ -152,12 +156,15 @@ def pin(asked: int, *, pageable: bool) -> None:
 
         torch.zeros(1, device="cuda")
         registrar = CudaDriver(0)
+    alone_ms = Neighbour().waits_ms(0.5)
+    neighbour = Neighbour()
     before = accounts()
     begin = time.perf_counter()
-    slab = PinnedSlab(asked // SLOT_BYTES, SLOT_BYTES, registrar, touch=touch_by_hand if pageable else populate)
+    slab = PinnedSlab(asked // SLOT_BYTES, SLOT_BYTES, registrar)
     made_s = time.perf_counter() - begin
     all_pinned = slab.wait_pinned(PIN_TIMEOUT_S)
     pinned_s = time.perf_counter() - begin
+    meanwhile_ms = neighbour.waits_ms()
     held = accounts()
     slab_bytes, pinned_bytes, refusal = slab.num_bytes, slab.pinned_bytes, slab.refusal
     is_pinned = [bool(slab.tensor[i].is_pinned()) for i in (0, slab.num_slots // 2, -1)] if not pageable else []
@@ -175,6 +182,7 @@ def pin(asked: int, *, pageable: bool) -> None:
         "refusal": refusal,
         "usable_after_s": round(made_s, 3),
         "all_pinned_after_s": round(pinned_s, 2),
+        "neighbour_maps_ms": {"alone": percentiles(alone_ms), "meanwhile": percentiles(meanwhile_ms)},
         "close_s": round(close_s, 2),
         "taken": {name: held[name] - before[name] for name in held},
         "left_after_close": {name: after[name] - before[name] for name in after},
@@ -200,10 +208,32 @@ def accounts() -> dict[str, int]:
     return found
 
 
-def touch_by_hand(address: int, num_bytes: int) -> None:
-    import ctypes
+class Neighbour:
+    """A thread that maps a MiB, touches it and gives it back, every millisecond."""
 
-    ctypes.memset(address, 0, num_bytes)
+    def __init__(self) -> None:
+        self._waits_ms: list[float] = []
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._map)
+        self._thread.start()
+
+    def waits_ms(self, after_s: float = 0.0) -> list[float]:
+        """What each took. Ends the thread."""
+        time.sleep(after_s)
+        self._ends.set()
+        self._thread.join()
+        return self._waits_ms
+
+    def _map(self) -> None:
+        while not self._ends.wait(0.001):
+            begin = time.perf_counter()
+            with mmap.mmap(-1, 1 << 20) as memory:
+                memory[0] = 1
+            self._waits_ms.append(1e3 * (time.perf_counter() - begin))
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    return {f"p{share}": round(float(np.percentile(values, share)), 2) for share in (50, 99, 100)}
 
 
 class NoRegistrar:

@@ -25,6 +25,10 @@ PIECE_BYTES: Final = 64 << 20
 """Bytes registered in one call. Nothing is launched on the GPU meanwhile: on an H200 1.5 ms for pages that
 are there already, and a hundred times that for pages that are not."""
 
+TOUCH_BYTES: Final = 2 << 20
+"""Bytes of pages taken in one call, a huge page. The kernel keeps other threads of the process from mapping memory, or
+giving it back, meanwhile, and the model's thread does both."""
+
 _CLOSE_TIMEOUT_S: Final = 30.0
 _POPULATE_WRITE: Final = 23
 """madvise's MADV_POPULATE_WRITE, of Linux 5.14; Python's mmap does not name it."""
@@ -159,8 +163,10 @@ def populate(address: int, num_bytes: int) -> None:
         OSError: the kernel has no memory for them.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    length = ctypes.c_size_t(num_bytes)
-    if libc.madvise(ctypes.c_void_p(address), length, ctypes.c_int(_POPULATE_WRITE)):
-        number = ctypes.get_errno()
-        if number != errno.EINVAL:
+    for begin in range(0, num_bytes, TOUCH_BYTES):
+        length = ctypes.c_size_t(min(TOUCH_BYTES, num_bytes - begin))
+        if libc.madvise(ctypes.c_void_p(address + begin), length, ctypes.c_int(_POPULATE_WRITE)):
+            number = ctypes.get_errno()
+            if number == errno.EINVAL:
+                return
             raise OSError(number, os.strerror(number))

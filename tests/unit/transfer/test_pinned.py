@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
+import os
 import threading
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvortex.transfer.pinned import PinnedSlab, populate
+from kvortex.transfer.pinned import TOUCH_BYTES, PinnedSlab, populate
 
 PAGE = 4096
 
@@ -137,6 +141,42 @@ def test_close_stops_pinning_that_is_under_way() -> None:
     slab.close()
     assert len(registrar.ever_pinned) in (2, 3)
     assert registrar.pinned == {}
+
+
+def test_pages_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the kernel takes them, no other thread of the process maps memory."""
+    asked: list[tuple[int, int]] = []
+
+    class Libc:
+        def madvise(self, address: Any, length: Any, advice: Any) -> int:
+            asked.append((address.value, length.value))
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc())
+    populate(1 << 40, 2 * TOUCH_BYTES + PAGE)
+    assert asked == [
+        (1 << 40, TOUCH_BYTES),
+        ((1 << 40) + TOUCH_BYTES, TOUCH_BYTES),
+        ((1 << 40) + 2 * TOUCH_BYTES, PAGE),
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOMEM])
+def test_a_kernel_that_does_not_know_how_is_asked_once_and_one_without_memory_says_so(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    calls: list[int] = []
+
+    class Libc:
+        def madvise(self, *_: Any) -> int:
+            calls.append(number)
+            ctypes.set_errno(number)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc())
+    with nullcontext() if number == errno.EINVAL else pytest.raises(OSError, match=os.strerror(number)):
+        populate(1 << 40, 4 * TOUCH_BYTES)
+    assert calls == [number]
 
 
 def test_populating_takes_the_pages_and_leaves_their_contents() -> None:
