@@ -1,7 +1,7 @@
 """Is the conversation back before its user? Sessions with think times on servers over HTTP, one after another.
 
     python benchmarks/sessions.py --json sessions.json                     # all modes, a GPU, dummy weights of 8B
-    python benchmarks/sessions.py off prefetch --think agents --rate 0.8
+    python benchmarks/sessions.py off prefetch --think agents --rate 0.8 --seed 1 2 3
     VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 \\
         python benchmarks/sessions.py off prefetch --tiny                  # to try it out on vLLM's CPU build
 
@@ -11,9 +11,10 @@ off       KVortex without prefetch
 prefetch  KVortex with it
 hints     the same, and each session is announced --hint seconds before it goes on: somebody types, a tool will end
 
-Each plays the same open load (`kvortex bench serve --think`). What is wanted: the first token of later turns nearly as
-soon as with `vram`, most of what comes back there before its request, little brought for nothing, and the time between
-tokens that `off` has.
+Each plays the same open load (`kvortex bench serve --think`); with several seeds one after the other on the same
+server, the first of which also meets what a server does at its start, such as pinning its RAM. What is wanted: the
+first token of later turns nearly as soon as with `vram`, most of what comes back there before its request, little
+brought for nothing, and the time between tokens that `off` has.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,10 +71,10 @@ class Shape:
 def shape_of(options: argparse.Namespace) -> Shape:
     sessions = options.sessions or (12 if options.tiny else 60)
     if options.tiny:
-        load = Workload(sessions, 4, 480, 32, 8, sessions, options.seed, Vocabulary(128, 512))
+        load = Workload(sessions, 4, 480, 32, 8, sessions, options.seed[0], Vocabulary(128, 512))
         eager = ("--enforce-eager", "--max-model-len", "1152")
         return Shape("tiny", load, 0.0012, 0.1, 0.04, 32, eager)
-    load = Workload(sessions, 4, 8192, 512, 128, sessions, options.seed, Vocabulary(1000, 30000))
+    load = Workload(sessions, 4, 8192, 512, 128, sessions, options.seed[0], Vocabulary(1000, 30000))
     graphs = ("--compilation-config", json.dumps(GRAPHS), "--max-num-batched-tokens", "8192")
     return Shape(
         "8b", load, options.vram_gb, options.ram_gb, options.all_gb, 128, ("--max-model-len", "16384", *graphs)
@@ -112,8 +114,10 @@ def later_turns(played: PlayedSessions) -> dict[str, float | None]:
     return {name: None if seconds is None else seconds * 1e3 for name, seconds in figures.items()}
 
 
-def run(mode: str, shape: Shape, load: SessionLoad, model: Path, logs: Path, *, trace: bool) -> dict[str, Any]:
-    """One server's figures; what failed, where it did."""
+def run(
+    mode: str, shape: Shape, load: SessionLoad, seeds: Sequence[int], model: Path, logs: Path, *, trace: bool
+) -> dict[str, Any]:
+    """One server's figures, of each seed's play; what failed, where it did."""
     server_program = [str(Path(__file__).with_name("step_trace.py"))] if trace else ["-m", "kvortex.vllm_plugin.server"]
     command = [sys.executable, *server_program, *arguments_of(mode, shape, model)]
     ours = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", PLUGINS_VARIABLE: ",".join(OWN_PLUGINS)}
@@ -121,18 +125,26 @@ def run(mode: str, shape: Shape, load: SessionLoad, model: Path, logs: Path, *, 
     if trace:
         environment[FILE_VARIABLE] = str((logs / f"{mode}.steps.jsonl").resolve())
     server = ServerProcess(command, environment, log=logs / f"{mode}.log", ready_within_s=START_WITHIN_S, say=say)
+    load = load if mode == "hints" else dataclasses.replace(load, hint_s=None)
+    plays: list[dict[str, Any]] = []
     try:
         with server:
             say(f"{mode}: ready after {server.start_s:.0f} s")
             endpoint = Endpoint(server.url, read_server_facts(server.url, None).model, None)
-            load = load if mode == "hints" else dataclasses.replace(load, hint_s=None)
-            played = asyncio.run(play_sessions(endpoint, load, timeout_s=REQUEST_WITHIN_S, say=say))
+            for seed in seeds:
+                seeded = dataclasses.replace(load, workload=dataclasses.replace(load.workload, seed=seed))
+                plays.append(play(endpoint, seeded))
+                say(f"{mode}, seed {seed}: {json.dumps(plays[-1]['later_turns'])}")
     except ServerFailedError as failed:
-        return {"mode": mode, "failed": failed.message, "log_tail": failed.log_tail[-20:]}
+        return {"mode": mode, "plays": plays, "failed": failed.message, "log_tail": failed.log_tail[-20:]}
+    return {"mode": mode, "start_s": round(server.start_s, 1), "plays": plays, "medians": medians(plays)}
+
+
+def play(endpoint: Endpoint, load: SessionLoad) -> dict[str, Any]:
+    played = asyncio.run(play_sessions(endpoint, load, timeout_s=REQUEST_WITHIN_S, say=say))
     measured, sessions = measure_sessions(played, Goal(1.0, 0.1))
     return {
-        "mode": mode,
-        "start_s": round(server.start_s, 1),
+        "seed": load.workload.seed,
         "requests": dataclasses.asdict(measured.requests),
         "later_turns": later_turns(played),
         "ttft_ms": [[round(r.ttft_s * 1e3, 1) for r in turn if isinstance(r, Good)] for turn in played.turns],
@@ -140,6 +152,15 @@ def run(mode: str, shape: Shape, load: SessionLoad, model: Path, logs: Path, *, 
         "sources": None if measured.sources is None else dataclasses.asdict(measured.sources),
         "notes": measured.notes,
     }
+
+
+def medians(plays: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    """Over the plays."""
+    figures = [
+        {name: play["sessions"][name] for name in ("prefetched_share", "wasted_share")} | play["later_turns"]
+        for play in plays
+    ]
+    return {name: percentile([f[name] for f in figures if f[name] is not None], 0.5) for name in figures[0]}
 
 
 def say(text: str) -> None:
@@ -153,7 +174,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.9, help="sessions that begin a second")
     parser.add_argument("--hint", type=float, default=2.0, help="seconds, of mode hints (%(default)s)")
     parser.add_argument("--sessions", type=int, help="that play")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="a play each")
     parser.add_argument("--vram-gb", type=float, default=24.0)
     parser.add_argument("--ram-gb", type=float, default=70.0)
     parser.add_argument("--all-gb", type=float, default=90.0, help="of KV in VRAM, mode vram (%(default)s)")
@@ -173,9 +194,9 @@ def main() -> None:
     model = make_model(folder / "model", shape.name)
     results: list[dict[str, Any]] = []
     for mode in modes:
-        results.append(run(mode, shape, load, model, logs, trace=options.trace))
-        shown = {name: value for name, value in results[-1].items() if name != "ttft_ms"}
-        print(json.dumps(shown, default=str), flush=True)
+        results.append(run(mode, shape, load, options.seed, model, logs, trace=options.trace))
+        plays = [{k: v for k, v in play.items() if k != "ttft_ms"} for play in results[-1]["plays"]]
+        print(json.dumps(results[-1] | {"plays": plays}, default=str), flush=True)
         document = {
             "load": dataclasses.asdict(load),
             "vram_gb": shape.vram_gb,

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -132,12 +133,16 @@ class PinnedSlab(HostSlab):
 
     def _pin_all(self) -> None:
         """The pinning thread's life."""
+        begin_s = time.monotonic()
         try:
             self._registrar.enter_thread()
             for begin in range(0, self.num_bytes, self.seam_bytes):
                 if self._stops.is_set():
                     return
                 self._pin(self.address + begin, min(self.seam_bytes, self.num_bytes - begin))
+            logger.info(
+                "all %s of host RAM are pinned, %.1f s on", format_bytes(self.num_bytes), time.monotonic() - begin_s
+            )
         except (OSError, RuntimeError) as error:
             self._refusal = str(error)
             logger.warning(

@@ -59,10 +59,12 @@ def wait_for(slab: PinnedSlab, pinned_bytes: int) -> None:
     raise AssertionError(f"{slab.pinned_bytes} bytes pinned, not {pinned_bytes}")
 
 
-def test_memory_is_pinned_in_ascending_pieces_and_all_of_it() -> None:
+def test_memory_is_pinned_in_ascending_pieces_and_all_of_it(caplog: pytest.LogCaptureFixture) -> None:
     registrar = FakeRegistrar()
-    slab = PinnedSlab(7, 3000, registrar, piece_bytes=2 * PAGE)
-    assert slab.wait_pinned(60)
+    with caplog.at_level(logging.INFO):
+        slab = PinnedSlab(7, 3000, registrar, piece_bytes=2 * PAGE)
+        assert slab.wait_pinned(60)
+    assert "all 21 KB of host RAM are pinned" in caplog.text
     base = slab.address
     assert registrar.ever_pinned == [(base, 8192), (base + 8192, 8192), (base + 16384, 21000 - 16384)]
     assert slab.pinned_bytes == slab.num_bytes == 21000
