@@ -1,56 +1,17 @@
-"""A load that no request waits for, in the worker: behind the others, told to the scheduler side only. And `settle`."""
+"""A load that no request waits for, in the worker: behind the others, told to the scheduler side only."""
 
 from __future__ import annotations
 
 import copy
 import importlib
-import warnings
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvortex.messages import CopyOrder, Direction, JobId, JobResult, Outcome, StepPlan, StepReport
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    WorkerSide = importlib.import_module("kvortex.vllm_plugin.worker").WorkerSide
-
-
-class FakeEngine:
-    """Promises every load at once, as a GPU's engine does with short ones, and ends them when told."""
-
-    link = None
-
-    def __init__(self) -> None:
-        self.submitted: list[CopyOrder] = []
-        self.ended: list[JobResult] = []
-
-    def fence(self) -> str:
-        return "before this step's kernels"
-
-    def submit(self, orders: list[CopyOrder], *, after: Any = None) -> None:
-        assert after == "before this step's kernels" or orders[0].direction is Direction.STORE
-        self.submitted += orders
-
-    def promise(self, window_s: float, never: Collection[JobId] = ()) -> list[JobId]:
-        return [order.job_id for order in self.submitted if order.job_id not in never]
-
-    def poll(self) -> list[JobResult]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def end(self, outcome: Outcome) -> None:
-        self.ended = [JobResult(order.job_id, order.direction, outcome, 0.01, 1) for order in self.submitted]
-        self.submitted = []
-
-
-def load(number: int) -> CopyOrder:
-    return CopyOrder(JobId(number), Direction.LOAD, np.array([number]), np.array([number]), 30.0)
+from kvortex.messages import JobId, Outcome, StepPlan, StepReport
+from tests.unit.vllm_plugin.worker_bench import FakeEngine, WorkerSide, load, make_worker
 
 
 @pytest.fixture
@@ -60,9 +21,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def worker(engine: FakeEngine) -> Any:
-    worker = WorkerSide(SimpleNamespace(), SimpleNamespace(kv_cache_groups=[None]), 0)
-    worker._engine = engine
-    return worker
+    return make_worker(engine)
 
 
 def step(worker: Any, plan: StepPlan) -> None:
@@ -155,56 +114,3 @@ def test_the_wait_for_promised_loads_is_not_timed_as_the_steps_computing(worker:
     engine.submitted = []
     step(worker, StepPlan(needed=[JobId(2)], timed_as=7))
     assert order_of_calls == ["hold [2]", "start", "stop"]
-
-
-class SlowEngine(FakeEngine):
-    """Ends what it has at the third question, or never."""
-
-    def __init__(self, *, ends: bool) -> None:
-        super().__init__()
-        self.ends = ends
-        self.num_polls = 0
-
-    def poll(self) -> list[JobResult]:
-        self.num_polls += 1
-        if self.ends and self.num_polls == 3:
-            self.end(Outcome.DONE)
-        return super().poll()
-
-
-def with_copies(worker: Any, engine: FakeEngine) -> None:
-    """A step that loads for a request, prefetches and stores."""
-    worker._engine = engine
-    store = CopyOrder(JobId(3), Direction.STORE, np.array([3]), np.array([3]), 30.0)
-    worker.bind(StepPlan(loads=[load(2)], prefetches=[load(1)], stores=[store], requests={JobId(2): "r"}))
-    worker.begin_forward(None)
-    worker.submit_stores()
-
-
-def test_a_worker_that_settles_waits_for_every_copy_and_tells_of_them_in_the_next_step(worker: Any) -> None:
-    with_copies(worker, SlowEngine(ends=True))
-    assert worker.take_late_report() is None
-    assert worker.settle(30)
-    assert not worker._is_launching
-    assert worker.engine.num_polls == 3
-    assert sorted(result.job_id for result in worker.take_report().results[0]) == [1, 2, 3]
-    assert worker.take_finished() == ({"r"}, set())
-
-
-def test_it_waits_for_nothing_twice_that_was_set_aside(worker: Any, engine: FakeEngine) -> None:
-    with_copies(worker, engine)
-    engine.end(Outcome.DONE)
-    assert sorted(result.job_id for result in worker.take_late_report().results[0]) == [1, 3]
-    assert worker.settle(30)
-    assert [result.job_id for result in worker.take_report().results[0]] == [2]
-
-
-def test_it_does_not_wait_for_ever_and_not_for_another_threads_engine(
-    worker: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    with_copies(worker, SlowEngine(ends=False))
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(worker.settle, 30).result()
-    assert worker.engine.num_polls == 0
-    assert not worker.settle(0.01)
-    assert "copies were still under way after 0 s" in caplog.text
