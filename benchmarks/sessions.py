@@ -25,6 +25,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="each engine's steps, beside its output: step_trace.py")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # its server ends with it
     modes = options.modes or list(MODES)
     if unknown := set(modes) - set(MODES):
         parser.error(f"there is no mode {sorted(unknown)[0]!r}: {', '.join(MODES)}")
