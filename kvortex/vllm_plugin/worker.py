@@ -43,7 +43,7 @@ CLOSE_TIMEOUT = 10.0
 _SETTLE_POLL_S: Final = 1e-3
 
 _workers: Final[weakref.WeakSet[WorkerSide]] = weakref.WeakSet()
-"""Of this process, those that have vLLM's KV memory."""
+"""Of this process, those that have had vLLM's KV memory."""
 
 
 def settle_workers() -> bool:
@@ -319,7 +319,7 @@ class WorkerSide:
 
         An engine in its caller's process is put to sleep between two steps, however many copies wait for later ones;
         vLLM then unmaps the memory that they would touch. An engine in a process of its own first makes steps until
-        none is left. Only for the thread that runs the steps; of another's engine nothing is asked.
+        each is answered or given up. Only for the thread that runs the steps; of another's engine nothing is asked.
         """
         if self._engine is None or threading.get_ident() != self._thread_id:
             return True
@@ -349,7 +349,6 @@ class WorkerSide:
 
     def close(self) -> None:
         """Gives the slab back. Idempotent."""
-        _workers.discard(self)
         engine, self._engine = self._engine, None
         slab, self._slab = self._slab, None
         ended = engine is None or engine.close(CLOSE_TIMEOUT)

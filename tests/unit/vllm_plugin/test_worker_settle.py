@@ -63,3 +63,10 @@ def test_it_does_not_wait_for_ever_and_not_for_another_threads_engine(caplog: py
     assert worker.engine.num_polls == 0
     assert not worker.settle(0.01)
     assert "copies were still under way after 0 s" in caplog.text
+
+
+def test_a_worker_that_has_closed_has_nothing_to_wait_for() -> None:
+    worker = with_copies(SlowEngine(ends=False))
+    worker._engine.close = lambda timeout_s: True
+    worker.close()
+    assert worker.settle(30)
