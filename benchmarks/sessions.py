@@ -101,10 +101,12 @@ def arguments_of(mode: str, shape: Shape, model: Path) -> list[str]:
     return [*arguments, "--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": extra})]
 
 
-def later_turns(played: PlayedSessions) -> dict[str, float | None]:
-    """Milliseconds over the turns in which a session goes on, and of all tokens' distances the 99th percentile."""
-    later = [result for turn in played.turns[1:] for result in turn if isinstance(result, Good)]
-    between = [result.tpot_s for turn in played.turns for result in turn if isinstance(result, Good)]
+def later_turns(plays: Sequence[PlayedSessions]) -> dict[str, float | None]:
+    """Milliseconds, of the plays together: to the first token where a session goes on, and between all tokens."""
+    later = [result for played in plays for turn in played.turns[1:] for result in turn if isinstance(result, Good)]
+    between = [
+        result.tpot_s for played in plays for turn in played.turns for result in turn if isinstance(result, Good)
+    ]
     tpots = [seconds for seconds in between if seconds is not None]
     figures = {
         "ttft_p50_ms": percentile([r.ttft_s for r in later], 0.5),
@@ -127,6 +129,7 @@ def run(
         environment[FILE_VARIABLE] = str((logs / f"{mode}.steps.jsonl").resolve())
     server = ServerProcess(command, environment, log=logs / f"{mode}.log", ready_within_s=START_WITHIN_S, say=say)
     load = load if mode == "hints" else dataclasses.replace(load, hint_s=None)
+    played: list[PlayedSessions] = []
     plays: list[dict[str, Any]] = []
     try:
         with server:
@@ -134,20 +137,21 @@ def run(
             endpoint = Endpoint(server.url, read_server_facts(server.url, None).model, None)
             for seed in seeds:
                 seeded = dataclasses.replace(load, workload=dataclasses.replace(load.workload, seed=seed))
-                plays.append(play(endpoint, seeded))
+                played.append(asyncio.run(play_sessions(endpoint, seeded, timeout_s=REQUEST_WITHIN_S, say=say)))
+                plays.append(figures_of(seed, played[-1]))
                 say(f"{mode}, seed {seed}: {json.dumps(plays[-1]['later_turns'])}")
     except ServerFailedError as failed:
         return {"mode": mode, "plays": plays, "failed": failed.message, "log_tail": failed.log_tail[-20:]}
-    return {"mode": mode, "start_s": round(server.start_s, 1), "plays": plays, "medians": medians(plays)}
+    over_plays = {"medians": medians(plays), "together": later_turns(played)}
+    return {"mode": mode, "start_s": round(server.start_s, 1), "plays": plays, **over_plays}
 
 
-def play(endpoint: Endpoint, load: SessionLoad) -> dict[str, Any]:
-    played = asyncio.run(play_sessions(endpoint, load, timeout_s=REQUEST_WITHIN_S, say=say))
+def figures_of(seed: int, played: PlayedSessions) -> dict[str, Any]:
     measured, sessions = measure_sessions(played, Goal(1.0, 0.1))
     return {
-        "seed": load.workload.seed,
+        "seed": seed,
         "requests": dataclasses.asdict(measured.requests),
-        "later_turns": later_turns(played),
+        "later_turns": later_turns([played]),
         "ttft_ms": [[round(r.ttft_s * 1e3, 1) for r in turn if isinstance(r, Good)] for turn in played.turns],
         "sessions": dataclasses.asdict(sessions),
         "sources": None if measured.sources is None else dataclasses.asdict(measured.sources),
