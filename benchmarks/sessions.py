@@ -179,6 +179,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.9, help="sessions that begin a second")
     parser.add_argument("--hint", type=float, default=2.0, help="seconds, of mode hints (%(default)s)")
     parser.add_argument("--sessions", type=int, help="that play")
+    parser.add_argument("--for", type=float, dest="for_s", help="seconds after which no turn begins; all turns")
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="a play each")
     parser.add_argument("--vram-gb", type=float, default=24.0)
     parser.add_argument("--ram-gb", type=float, default=70.0)
@@ -193,7 +194,7 @@ def main() -> None:
     if unknown := set(modes) - set(MODES):
         parser.error(f"there is no mode {sorted(unknown)[0]!r}: {', '.join(MODES)}")
     shape = shape_of(options)
-    load = SessionLoad(shape.workload, options.think, options.rate, options.hint)
+    load = SessionLoad(shape.workload, options.think, options.rate, options.hint, options.for_s)
     folder = Path(tempfile.mkdtemp(prefix="kvortex-sessions-"))
     logs = options.logs or folder
     logs.mkdir(parents=True, exist_ok=True)

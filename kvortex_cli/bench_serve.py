@@ -63,6 +63,14 @@ def bench_serve(
             help="--think: each session is announced so long before it goes on, to prefetch.",
         ),
     ] = None,
+    for_: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="DURATION",
+            help="--think: no turn begins later than so long after the first; who would go on then is gone.",
+        ),
+    ] = None,
     ttft_goal: Annotated[
         str, typer.Option("--ttft-goal", metavar="DURATION", help="--think: goodput's limit to the first token.")
     ] = "1s",
@@ -106,6 +114,7 @@ def bench_serve(
     vocabulary = asked_vocabulary(vocab)
     timeout_s = seconds("--timeout", timeout)
     hint_s = None if hint is None else seconds("--hint", hint)
+    for_s = None if for_ is None else seconds("--for", for_)
     goal = Goal(seconds("--ttft-goal", ttft_goal), seconds("--tpot-goal", tpot_goal))
     check_writable(html)
     base = url.rstrip("/").removesuffix("/v1")
@@ -123,7 +132,7 @@ def bench_serve(
         played = asyncio.run(play(endpoint, workload, timeout_s=timeout_s, say=say))
         result = ServeResult(conditions, base, facts, measure(played))
     else:
-        load = SessionLoad(workload, think, rate, hint_s)
+        load = SessionLoad(workload, think, rate, hint_s, for_s)
         sessions = asyncio.run(play_sessions(endpoint, load, timeout_s=timeout_s, say=say))
         result = ServeResult(conditions, base, facts, *measure_sessions(sessions, goal))
     show(serve_report(result), serve_document(result), as_json=as_json, html=html)
@@ -137,7 +146,7 @@ def _check_options(ctx: typer.Context, *, is_open_load: bool) -> None:
     from kvortex.errors import UsageError
 
     if not is_open_load:
-        refuse_without(ctx, ["--rate", "--hint", "--ttft-goal", "--tpot-goal"], "--think")
+        refuse_without(ctx, ["--rate", "--hint", "--for", "--ttft-goal", "--tpot-goal"], "--think")
     elif is_given(ctx, "--concurrency"):
         hint = "sessions begin at --rate, however many are being answered"
         raise UsageError("--concurrency does not go with --think", hint=hint)

@@ -26,6 +26,7 @@ def refuse_without(ctx: typer.Context, options: Iterable[str], other: str) -> No
 
 def is_given(ctx: typer.Context, flag: str) -> bool:
     """Whether the option stood on the command line, be it with its default value."""
-    source = ctx.get_parameter_source(flag.removeprefix("--").replace("-", "_"))
+    parameter = next(parameter for parameter in ctx.command.params if flag in parameter.opts)
+    source = ctx.get_parameter_source(str(parameter.name))
     # Typer carries click's enumeration under different names over its versions.
     return source is not None and source.name == "COMMANDLINE"

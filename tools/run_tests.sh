@@ -12,12 +12,13 @@ python=$1
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 in_process=$(grep -l 'import.* engine\b\|^    engine,$' tests/e2e/test_*.py)
+slowest="--durations=12 --durations-min=5"
 first_half="$in_process tests/e2e/test_bench.py tests/e2e/test_demo.py tests/e2e/test_server_end.py"
 # shellcheck disable=SC2086 # file names without spaces
-"$python" -m pytest -p no:cacheprovider $first_half >"$log" 2>&1 &
+"$python" -m pytest $slowest -p no:cacheprovider $first_half >"$log" 2>&1 &
 first=$!
 # shellcheck disable=SC2086
-"$python" -m pytest tests $(printf ' --ignore=%s' $first_half)
+"$python" -m pytest $slowest tests $(printf ' --ignore=%s' $first_half)
 others=$?
 wait "$first"
 first_status=$?

@@ -34,6 +34,7 @@ class SessionFigures:
     wasted_share: of the blocks loaded from RAM, those brought for nothing.
     hint_s: how long before it came each session was announced; None where it was not.
     hints: what was said to the hints -> how often.
+    for_s: no turn began later than so many seconds after the first one; None: all turns were taken.
     """
 
     who: str
@@ -48,6 +49,7 @@ class SessionFigures:
     wasted_share: float | None
     hint_s: float | None
     hints: dict[str, int]
+    for_s: float | None
 
 
 def measure_sessions(played: PlayedSessions, goal: Goal) -> tuple[Measured, SessionFigures]:
@@ -78,6 +80,7 @@ def measure_sessions(played: PlayedSessions, goal: Goal) -> tuple[Measured, Sess
         wasted_share=prefetched.wasted / loaded_blocks if prefetched and loaded_blocks else None,
         hint_s=load.hint_s,
         hints=dict(played.hints),
+        for_s=load.for_s,
     )
     # Turns overlap: tokens of all turns came within the one wall.
     rate = sum(r.output_tokens for r in good) / wall_s if good and wall_s > 0 else None
@@ -125,6 +128,8 @@ def _notes(measured: Measured, figures: SessionFigures) -> Iterable[str]:
         f"open load: {figures.sessions_per_s:g} sessions a second begin, {figures.who}, at most "
         f"{counted(figures.most_in_flight, 'request')} at a time; sources are those of all turns"
     )
+    if figures.for_s is not None:
+        yield f"no turn began later than {figures.for_s:g} s after the first one: who would have gone on then was gone"
     for turn in measured.turns:
         if turn.ttft_p50_s is not None and turn.ttft_p99_s is not None:
             yield f"TTFT of turn {turn.turn}, p50 / p99: {turn.ttft_p50_s * 1e3:.0f} / {turn.ttft_p99_s * 1e3:.0f} ms"

@@ -6,9 +6,10 @@ A server that is too slow for it gets a queue, which shows in the times to the f
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -30,12 +31,14 @@ class SessionLoad:
     workload: what is said; its `conversations` are the sessions, its `concurrency` bounds nothing.
     rate: sessions that begin a second.
     hint_s: before each later turn its session is announced, so many seconds ahead or all of its pause; None: is not.
+    for_s: no turn begins later than so many seconds after the first one; who would go on then is gone. None: all turns.
     """
 
     workload: Workload
     who: Think
     rate: float
     hint_s: float | None = None
+    for_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class PlayedSessions:
 
     Attributes:
         wall_s: from the first request's sending to the last one's end.
-        turns: of each turn, the results of all sessions.
+        turns: of each turn, the results of the sessions that took it.
         counters: the server's, before and after; None where it has none.
         most_in_flight: requests at a time.
         hints: what was said to the hints, HTTP statuses or why there is none.
@@ -88,11 +91,14 @@ class _Player:
         self.stand_in_answers = 0
         self.in_flight = self.most_in_flight = self.done = 0
         self.hints: Counter[str] = Counter()
+        self.no_turn_after = math.inf  # of time.perf_counter
 
     async def play(self) -> PlayedSessions:
         workload = self.load.workload
         before = await read_counters(self.client)
         begun, cpu_before = time.perf_counter(), time.process_time()
+        if self.load.for_s is not None:
+            self.no_turn_after = begun + self.load.for_s
         progress = asyncio.create_task(self._say_progress())
         begins = arrivals_s(workload.conversations, self.load.rate, workload.seed)
         try:
@@ -106,7 +112,7 @@ class _Player:
         return PlayedSessions(
             load=self.load,
             wall_s=wall_s,
-            turns=tuple(zip(*(task.result() for task in tasks), strict=True)),
+            turns=_by_turn([task.result() for task in tasks], workload.turns),
             counters=(before, after) if known and before is not None and after is not None else None,
             stand_in_answers=self.stand_in_answers,
             client_cpu_share=cpu_s / wall_s if wall_s > 0 else 0.0,
@@ -116,12 +122,13 @@ class _Player:
 
     async def _session(self, number: int, at_s: float) -> list[Good | Failed]:
         workload = self.load.workload
-        await asyncio.sleep(at_s)
+        if not await self._pause(at_s):
+            return []
         prompt: list[int] = []
         results: list[Good | Failed] = []
         for turn in range(1, workload.turns + 1):
-            if turn > 1:
-                await self._think(number, turn)
+            if turn > 1 and not await self._think(number, turn):
+                break
             prompt += workload.user_tokens(number, turn)
             result = await self._ask(number, prompt)
             results.append(result)
@@ -132,16 +139,23 @@ class _Player:
                 prompt += workload.stand_in_answer(number, turn, result.output_tokens)
         return results
 
-    async def _think(self, number: int, turn: int) -> None:
+    async def _think(self, number: int, turn: int) -> bool:
         """The pause before a turn; with a hint when so much of it is left as was asked for. Its answer is waited for: a
-        hint behind its request would say nothing."""
+        hint behind its request would say nothing. False at once where the turn would come too late."""
         pause_s = think_s(self.load.who, self.load.workload.seed, number, turn - 1)
-        if self.load.hint_s is None:
-            await asyncio.sleep(pause_s)
-            return
-        ahead_s = min(pause_s, self.load.hint_s)
-        await asyncio.sleep(pause_s - ahead_s)
-        await asyncio.gather(self._hint(number), asyncio.sleep(ahead_s))
+        ahead_s = min(pause_s, self.load.hint_s or 0.0)
+        if not await self._pause(pause_s - ahead_s, then_s=ahead_s):
+            return False
+        if self.load.hint_s is not None:
+            await asyncio.gather(self._hint(number), asyncio.sleep(ahead_s))
+        return True
+
+    async def _pause(self, pause_s: float, *, then_s: float = 0.0) -> bool:
+        """Waits, unless what comes `then_s` after it would come too late."""
+        if time.perf_counter() + pause_s + then_s > self.no_turn_after:
+            return False
+        await asyncio.sleep(pause_s)
+        return True
 
     async def _hint(self, number: int) -> None:
         try:
@@ -171,4 +185,9 @@ class _Player:
         while True:
             await asyncio.sleep(_PROGRESS_EVERY_S)
             all_of_them = counted(workload.conversations * workload.turns, "request")
-            self.say(f"{self.done:,} of {all_of_them} ended, {self.in_flight:,} run")
+            most = "" if self.load.for_s is None else "at most "
+            self.say(f"{self.done:,} of {most}{all_of_them} ended, {self.in_flight:,} run")
+
+
+def _by_turn(sessions: Sequence[Sequence[Good | Failed]], turns: int) -> tuple[tuple[Good | Failed, ...], ...]:
+    return tuple(tuple(session[turn] for session in sessions if turn < len(session)) for turn in range(turns))

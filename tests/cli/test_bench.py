@@ -114,6 +114,8 @@ def test_serve_refuses_a_wrong_call_with_one_message(
     [
         (("--vocab", "5"), "--vocab '5' is no range of token ids"),
         (("--rate", "1"), "--rate goes with --think"),
+        (("--for", "2m"), "--for goes with --think"),
+        (("--think", "agents", "--for", "soon"), "--for: 'soon' is not a duration"),
         (("--ttft-goal", "1s"), "--ttft-goal goes with --think"),
         (("--hint", "1s"), "--hint goes with --think"),
         (("--tpot-goal", "9ms"), "--tpot-goal goes with --think"),

@@ -28,9 +28,13 @@ def no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(
-    server: StubServer, workload: Workload = SMALL, who: Think = Think.AGENTS, hint_s: float | None = None
+    server: StubServer,
+    workload: Workload = SMALL,
+    who: Think = Think.AGENTS,
+    hint_s: float | None = None,
+    for_s: float | None = None,
 ) -> PlayedSessions:
-    load = SessionLoad(workload, who, 1.0, hint_s)
+    load = SessionLoad(workload, who, 1.0, hint_s, for_s)
     return asyncio.run(play_sessions(Endpoint(server.url, "stub"), load, timeout_s=20.0, say=lambda _: None))
 
 
@@ -127,6 +131,24 @@ def test_nothing_is_announced_unless_asked_for() -> None:
     with stub_server([Behaviour.GOOD]) as server:
         assert figures(play(server)).hints == {}
     assert server.hinted == []
+
+
+@pytest.mark.parametrize("hint_s", [None, 900.0])
+def test_no_turn_begins_after_the_time_that_was_given(monkeypatch: pytest.MonkeyPatch, hint_s: float | None) -> None:
+    """Of three sessions the first goes on once and the second never; the third would begin too late. Nobody waits for
+    those who are gone, or announces them."""
+    pauses = {(0, 1): 0.0, (0, 2): 1000.0, (1, 1): 1000.0}
+    monkeypatch.setattr(session_load, "think_s", lambda _who, _seed, session, turn: pauses[session, turn])
+    monkeypatch.setattr(session_load, "arrivals_s", lambda *_: [0.0, 0.0, 900.0])
+    with stub_server([Behaviour.GOOD]) as server:
+        played = play(server, hint_s=hint_s, for_s=500.0)
+    assert [len(results) for results in played.turns] == [2, 1, 0]
+    assert [name for name, _ in server.hinted] == ([] if hint_s is None else ["kvortex-bench-0-0"])
+    measured, sessions = measure_sessions(played, Goal(60.0, 60.0))
+    assert (measured.requests.sent, measured.requests.ok) == (3, 3)
+    assert [(turn.ok, turn.ttft_p50_s is None) for turn in measured.turns] == [(2, False), (1, False), (0, True)]
+    assert sessions.goodput_share == 1.0
+    assert any("later than 500 s" in note for note in measured.notes)
 
 
 @pytest.mark.usefixtures("no_time")
