@@ -14,6 +14,7 @@ import argparse
 import heapq
 import json
 import logging
+import math
 import random
 from typing import Any
 
@@ -63,7 +64,7 @@ class SessionPlay(Play):
         super().__init__(options)
         dice = random.Random(options.seed)
         begins = arrivals_s(options.sessions, options.rate, options.seed)
-        self._due = [(at_s, number) for number, at_s in enumerate(begins)]
+        self._due = [(at_s, number) for number, at_s in enumerate(begins) if at_s <= options.for_s]
         self._talks = [[dice.randrange(10, 128000) for _ in range(options.first)] for _ in begins]
         self._turns = [0] * options.sessions
         self._live: dict[int, tuple[Request, float]] = {}
@@ -113,8 +114,8 @@ class SessionPlay(Play):
             if request.is_finished():
                 self._talks[number] += request.output_token_ids
                 del self._live[number]
-                if turn < options.turns:
-                    back_s = self.now_s + think_s(options.think, options.seed, number, turn)
+                back_s = self.now_s + think_s(options.think, options.seed, number, turn)
+                if turn < options.turns and back_s <= options.for_s:
                     heapq.heappush(self._due, (back_s, number))
                     if options.hint:
                         heapq.heappush(self._hints, (max(self.now_s, back_s - options.hint), number))
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.2, help="sessions that begin a second")
     parser.add_argument("--sessions", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--for", type=float, dest="for_s", default=math.inf, help="seconds after which no turn begins")
     parser.add_argument("--prefetch", action="store_true")
     parser.add_argument(
         "--hint", type=float, metavar="S", help="each session says so many seconds before that it comes"

@@ -25,6 +25,8 @@ BELADY: Final = "belady"
 DEFAULT: Final = "default"
 WARM_UP: Final = 0.5
 """Share of the requests that fill the cache before hits are counted."""
+_ROOM: Final = 1024
+"""Slots beyond, for a batch of stores in a trace of next to nothing."""
 SERVER_DEFAULTS: Final = {name: field.default for name, field in KVCacheSettings.model_fields.items()}
 
 
@@ -87,17 +89,19 @@ def replay(
     eviction_policy = SERVER_DEFAULTS["eviction_policy"] if policy == DEFAULT else policy
     started = time.perf_counter()
     vram_blocks = vram_bytes // block_bytes
+    # More than the trace could ever half fill plays the same, and would only take time and memory to lay out.
+    slots = min(ram_blocks, 2 * sum(len(request.all_blocks) for request in requests) + _ROOM)
     tier: Tier
     vram: VramTier | TwoTiers = VramTier(vram_blocks)
     if eviction_policy == BELADY:
         # What both tiers hold together is the bound of policies that keep no block twice.
-        tier = BeladyTier(requests, ram_blocks + vram_blocks)
+        tier = BeladyTier(requests, slots + vram_blocks)
     elif vram_blocks:
         tier = vram = TwoTiers(
-            eviction_policy, ram_blocks, vram_blocks, block_tokens=block_tokens, idle_after_s=idle_after_s
+            eviction_policy, slots, vram_blocks, block_tokens=block_tokens, idle_after_s=idle_after_s
         )
     else:
-        tier = IndexTier(eviction_policy, ram_blocks, idle_after_s=idle_after_s)
+        tier = IndexTier(eviction_policy, slots, idle_after_s=idle_after_s)
     first = int(len(requests) * warm_up)
     queried = vram_hit = ram_hit = loaded = stored = 0
     all_s = saved_s = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,18 @@ def test_a_block_in_vram_gives_up_its_place_in_ram_and_is_stored_again_once_a_vi
     result = play(requests, "lru", 20 * 20, 16 * 20)
     assert result.hit_rate == 1.0
     assert result.bytes_stored <= result.queried_tokens
+
+
+@pytest.mark.parametrize("vram", [0, 300])
+@pytest.mark.parametrize("policy", ALL)
+def test_ram_without_end_is_as_good_as_ram_for_all_and_is_not_laid_out(policy: str, vram: int) -> None:
+    """Nobody has memory for the slots of the second one."""
+    requests = mixed_trace(5, seconds=60)
+    blocks = sum(len(request.all_blocks) for request in requests)
+    for_all, endless = (play(requests, policy, ram, vram) for ram in (2 * blocks, 10**12))
+    assert endless.ram_blocks == 10**12
+    size = {"ram_bytes": 0, "ram_blocks": 0, "seconds": 0.0}
+    assert replace(endless, **size) == replace(for_all, **size)
 
 
 def test_one_off_prompts_do_not_flush_conversations() -> None:
