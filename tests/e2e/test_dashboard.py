@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.browser import browser
+from tests.e2e.browser import BOTTOM, HEIGHTS, browser, new_page, wait_for
 from tests.e2e.engine import prompt
 from tests.e2e.server import KEY, Server
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
-WITHIN_MS = 300_000
 SHOTS = os.environ.get("DASHBOARD_SCREENSHOTS")
 """A folder for pictures of the page, to be looked at."""
-
-HEIGHTS = """() => [...document.querySelectorAll('.plot')].map(plot =>
-    [...plot.querySelectorAll('polyline')].flatMap(line =>
-        line.getAttribute('points').split(' ').map(point => Number(point.split(',')[1]))))"""
-"""Of each chart, where its points are drawn: pixels from the top."""
-BOTTOM = 148
-"""Where a chart's zero lies."""
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +55,6 @@ class Load:
         assert not self.failures, self.failures
 
 
-def new_page(chromium: Browser, **options: Any) -> Page:
-    """In a profile of its own, which waits for a slow machine as long as the tests do."""
-    context = chromium.new_context(**options)
-    context.set_default_timeout(WITHIN_MS)
-    return context.new_page()
-
-
 def opened(chromium: Browser, server: Server, **options: Any) -> tuple[Page, list[str]]:
     """The dashboard past its key form, and the addresses that its page asks for from now on."""
     page = new_page(chromium, **options)
@@ -93,14 +77,6 @@ def whole(page: Page, name: str) -> int:
 
 def second_cell(row: Locator) -> int:
     return int(row.locator("td").nth(1).inner_text().replace(",", ""))
-
-
-def wait_for(page: Page, holds: Callable[[], bool]) -> None:
-    """Lets the page live until `holds()`. The page's policy forbids what Playwright's own wait for a script needs."""
-    deadline = time.monotonic() + WITHIN_MS / 1000
-    while not holds():
-        assert time.monotonic() < deadline, page.inner_text("body")
-        page.wait_for_timeout(200)
 
 
 def test_the_page_shows_under_load_what_the_server_counts(chromium, server):
@@ -191,24 +167,3 @@ def test_a_wrong_key_is_told_and_the_right_one_is_kept_for_the_tab(chromium, ser
     assert another.goto(f"{server.url}/kvortex/dashboard").status == 401
     another.wait_for_selector("#key")
     assert KEY not in server.log.read_text(errors="replace")
-
-
-def test_a_server_that_is_gone_is_told_and_its_successor_is_shown(chromium, tiny_llama, tmp_path):
-    first = Server(tiny_llama, log=tmp_path / "log")
-    with first:
-        first.complete(prompt(1, 500))
-        page = new_page(chromium)
-        page.goto(f"{first.url}/kvortex/dashboard")
-        page.wait_for_selector("#status.live")
-        wait_for(page, lambda: page.inner_text("#queried") == "500")
-        first.kill()
-        page.wait_for_selector("#status.gone")
-        assert page.inner_text("#status").startswith("No answer since")
-        assert whole(page, "queried") == 500, "what was known last stays, greyed"
-    with Server(tiny_llama, port=first.port, log=tmp_path / "again") as again:
-        again.complete(prompt(2, 333))
-        page.wait_for_selector("#status.live")
-        wait_for(page, lambda: page.inner_text("#queried") == "333")
-        page.wait_for_timeout(5000)
-        lowest = page.evaluate(f"Math.max(...({HEIGHTS})().flat())")
-        assert lowest <= BOTTOM, "counters that begin anew are no negative rates"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,10 +19,8 @@ from tests.e2e.server import (
     ENDED_WITHIN_S,
     KEY,
     Server,
-    assert_all_gone,
-    assert_ends_after_its_request,
     command_line,
-    inherited_environment,
+    run_kvortex,
 )
 
 PROMPTS = [prompt(seed, 600) for seed in range(3)]
@@ -41,31 +37,6 @@ STATS_FIELDS = {
     "failures": {"store", "load", "recomputed_tokens"},
     "sessions": {"known", "active"},
 }
-
-
-def assert_no_traceback_of_ours(log: Path) -> None:
-    """vLLM's own server sometimes logs that its engine is gone while it ends (seen without KVortex's code on the
-    stack, after "[shutdown] MPClient: complete"); that one is not counted. Lines of other processes may come between
-    what it says and its traceback."""
-    lines = log.read_text(errors="replace").splitlines()
-
-    def is_vllms(before: list[str]) -> bool:
-        return any("AsyncLLM output_handler failed" in line for line in before)
-
-    starts = [i for i, line in enumerate(lines) if "Traceback" in line]
-    ours = [lines[i : i + 12] for i in starts if not is_vllms(lines[max(0, i - 5) : i])]
-    assert not ours, ours
-
-
-def kvortex(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from kvortex_cli.main import main; main()", *args],
-        capture_output=True,
-        text=True,
-        timeout=ENDED_WITHIN_S,
-        env=inherited_environment(**env),
-        check=False,
-    )
 
 
 def test_a_conversation_comes_back_from_ram_and_the_text_is_the_same(server):
@@ -215,13 +186,13 @@ def test_what_the_routes_are_sent_is_no_error_of_the_servers_own(server):
 
 def test_inspect_shows_the_servers_own_numbers(server):
     stats = server.settled()
-    table = kvortex("inspect", "stats", "--url", server.url, VLLM_API_KEY=KEY)
+    table = run_kvortex("inspect", "stats", "--url", server.url, VLLM_API_KEY=KEY)
     assert table.returncode == 0, table.stderr
     assert f"{stats['tokens']['ram_hit']:,}" in table.stdout
     assert stats["verdict"]["text"] in table.stdout.replace("\n", " ")
-    blocks = kvortex("inspect", "blocks", "--url", server.url, VLLM_API_KEY=KEY)
+    blocks = run_kvortex("inspect", "blocks", "--url", server.url, VLLM_API_KEY=KEY)
     assert f"RAM: {stats['tiers']['ram']['used_blocks']:,} of" in blocks.stdout, blocks.stderr
-    document = kvortex("inspect", "--url", server.url, "--json", VLLM_API_KEY=KEY)
+    document = run_kvortex("inspect", "--url", server.url, "--json", VLLM_API_KEY=KEY)
     assert json.loads(document.stdout)["tokens"] == stats["tokens"]
 
 
@@ -240,79 +211,10 @@ def test_inspect_watches_a_server_at_work_in_a_terminal_that_is_resized(server, 
 
 
 def test_inspect_says_that_a_key_is_needed(server):
-    answer = kvortex("inspect", "--url", server.url, VLLM_API_KEY="")
+    answer = run_kvortex("inspect", "--url", server.url, VLLM_API_KEY="")
     assert answer.returncode == 1
     assert "API key" in answer.stderr
     assert "Traceback" not in answer.stderr
-
-
-def assert_all_zero(metrics: dict[str, float], of_another: dict[str, float]) -> None:
-    """Every series is there from the start, and none counts what was before."""
-    assert metrics.keys() == of_another.keys()
-    assert {name: value for name, value in metrics.items() if "_total" in name and value} == {}
-
-
-def assert_metrics_are_its_own(server: Server, queried: int) -> None:
-    """They moved by this server's traffic alone, and `inspect` says the same."""
-    stats, metrics = server.settled(), server.metrics()
-    assert metrics["kvortex_queried_tokens_total"] == stats["tokens"]["queried"] == queried
-    assert metrics["kvortex_store_blocks_total"] == stats["store"]["blocks"] > 0
-    document = kvortex("inspect", "--url", server.url, "--json")
-    assert json.loads(document.stdout)["tokens"] == stats["tokens"]
-
-
-def stale_metrics(folder: Path) -> dict[str, str]:
-    """An environment that names a folder with the metrics of a process that is long gone."""
-    folder.mkdir()
-    environment = {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
-    program = "from prometheus_client import Counter; Counter('stale', 'of a process that is gone').inc(10**6)"
-    subprocess.run(
-        [sys.executable, "-c", program], env=inherited_environment(**environment), check=True, timeout=ENDED_WITHIN_S
-    )
-    assert list(folder.glob("*.db"))
-    return environment
-
-
-def test_two_servers_side_by_side_and_one_is_killed_and_started_again(server, tiny_llama, tmp_path):
-    """Field trials B20, B58, B67: nothing shared, nothing left behind by a SIGKILL, the other server untouched; and
-    each server's figures are its own, from zero after a restart, whatever lies in PROMETHEUS_MULTIPROC_DIR.
-
-    `kvortex serve` becomes the server, so there is no launcher to lose; killing it alone must end its engine too.
-    """
-    first = server.complete(PROMPTS[1])
-    other = Server(tiny_llama, log=tmp_path / "log")
-    with other:
-        assert_all_zero(other.metrics(), server.metrics())
-        assert other.stats()["tokens"]["queried"] == 0
-        assert other.complete(PROMPTS[1]) == first
-        before = server.stats()["tokens"]
-        assert_metrics_are_its_own(other, 600)
-        assert server.listening()[1].isdisjoint(other.listening()[1])
-        family = other.family()
-        other.process.kill()
-        other.process.wait(ENDED_WITHIN_S)
-        assert_all_gone(family)
-    assert server.stats()["tokens"] == before
-    assert not [p for p in Path("/dev/shm").iterdir() if "kvortex" in p.name]
-    # vLLM has a route for resets in this mode only.
-    stale = stale_metrics(tmp_path / "stale") | {"VLLM_SERVER_DEV_MODE": "1"}
-    with Server(tiny_llama, port=other.port, environment=stale, log=tmp_path / "again") as again:
-        assert_all_zero(again.metrics(), server.metrics())
-        assert again.complete(PROMPTS[1]) == first
-        assert_metrics_are_its_own(again, 600)
-        assert "stale_total 1e+06" in again.client.get("/metrics").text, "and the folder was read"
-        assert again.complete(PROMPTS[1]) == first
-        # Field trial B15, over HTTP: a reset means new weights, or a measurement from cold.
-        assert again.settled()["tiers"]["ram"]["used_blocks"] > 0
-        before = again.stats()["tokens"]
-        answer = again.client.post("/reset_prefix_cache")
-        assert answer.status_code == 200, answer.text
-        assert again.complete(PROMPTS[1]) == first
-        after = again.stats()["tokens"]
-        assert (after["ram_hit"], after["vram_hit"]) == (before["ram_hit"], before["vram_hit"])
-        assert_ends_after_its_request(again, signal.SIGTERM)
-        assert_no_traceback_of_ours(again.log)
-    assert server.complete(PROMPTS[1]) == first
 
 
 def test_plain_vllm_serve_runs_the_connector(tiny_llama, tmp_path):

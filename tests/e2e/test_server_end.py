@@ -86,7 +86,7 @@ def test_a_ready_server_says_what_it_holds_and_a_killed_process_is_named(
 def test_a_signal_lets_running_requests_end_and_leaves_nobody(
     tiny_llama: str, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Field trial B20; SIGTERM in test_server.py."""
+    """Field trial B20; SIGTERM in test_restart.py."""
     with Server(tiny_llama, log=tmp_path / "log") as server:
         server.complete(prompt(1, 40))
         assert_ends_after_its_request(server, number)
