@@ -49,6 +49,10 @@ _WARMED_A_STEP: Final = 512
 _WARMED_A_S: Final = 20_000
 """Blocks that are made warm, and one session more: half a microsecond each, so a hundredth of the scheduler's time."""
 
+_GIVES_WAY: Final = 2.0
+"""A guess is kept no longer where who loses blocks next is so many times as likely to ask for them before they would go
+again: VRAM for those who think for long is not to come from those who do not (docs/decisions.md)."""
+
 _KEYS_A_SLOT: Final = 2
 """Keys that are remembered of silent sessions, for each block that VRAM and RAM can hold."""
 
@@ -299,7 +303,18 @@ class Prefetcher:
         session = target.session
         if session is None or not session.is_silent or not self._residency.holds(target.keys[0]):
             return False
-        return self.book.p_return_within(session, now, KEEP_S) >= LEAST_P
+        if self.book.p_return_within(session, now, KEEP_S) < LEAST_P:
+            return False
+        return target.cause is not Cause.GUESS or not self._gives_way(session, now)
+
+    def _gives_way(self, session: Session, now: float) -> bool:
+        block_id, key = next(self._pool.next_free(), (-1, None))
+        next_to_go = None if key is None else self._owners.get(block_id)
+        if next_to_go is None or not next_to_go.is_silent:
+            return False
+        lasts_s = self._demand.lasts_s(self._pool.free)
+        p, p_of_next = (self.book.p_return_within(s, now, lasts_s) for s in (session, next_to_go))
+        return p_of_next > _GIVES_WAY * p
 
     def ended(self, job: PrefetchJob) -> int:
         """Every rank has answered. Returns how many blocks are found in VRAM from now on."""

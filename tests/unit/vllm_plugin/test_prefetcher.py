@@ -127,6 +127,25 @@ def test_a_session_that_is_expected_outlives_others_and_one_that_is_not_any_more
     assert session.wasted == 20
 
 
+@pytest.mark.parametrize(("p_of_others", "stays"), [(0.7, True), (0.9, False)])
+def test_a_guess_is_kept_unless_who_goes_instead_is_twice_as_likely_to_return(
+    monkeypatch: pytest.MonkeyPatch, p_of_others: float, stays: bool
+) -> None:
+    engine = expecting_returns()
+    a_lost_session(engine)
+    prefetched(engine)
+    book = engine.prefetcher.book
+    guessed = book.named(Scope(), "a")
+    monkeypatch.setattr(
+        book, "p_return_within", lambda session, now, horizon_s: 0.4 if session is guessed else p_of_others
+    )
+    engine.prefetcher._planner._room = lambda *, running: 0  # nothing else is brought
+    for number in range(25):
+        engine.clock.advance(0.2)
+        engine.run(request(f"other-{number}", hashes_of(100 + number, 8)))
+    assert in_vram(engine, 1, 20) == (20 if stays else 0)
+
+
 def test_of_a_chunk_too_the_tail_goes_first() -> None:
     engine = expecting_returns()
     a_lost_session(engine)
