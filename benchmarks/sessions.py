@@ -50,7 +50,7 @@ from kvortex.config.command_line import OWN_PLUGINS, PLUGINS_VARIABLE
 
 MODES = ("vram", "simple", "off", "prefetch", "hints")
 START_WITHIN_S, REQUEST_WITHIN_S = 240.0, 120.0
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64]}
 
 
 @dataclass(frozen=True, slots=True)
