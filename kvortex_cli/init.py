@@ -149,7 +149,7 @@ def render(model: str, sizing: Sizing, ram: Ram, report: GpuReport | None, troub
         Suggestion(
             "prefetch_enabled",
             str(prefetch).lower(),
-            "true brings conversations back before they ask; gains time with hints",
+            "true brings conversations back before they ask; may gain time, with hints",
         ),
     )
     own = sorted((*fixed, *sizing.kv_cache), key=lambda suggestion: _ORDER.index(suggestion.key))

@@ -27,7 +27,7 @@ _WHAT: Final = {
     "offload_batch": "bytes that one step may store, at most",
     "idle_after": "a block unused for this long counts as idle; the `priority` policy gives idle ones up sooner",
     "ram_cache_size": "host RAM for blocks: the whole server's, split over its GPUs",
-    "prefetch_enabled": "sessions' blocks are brought back before they are asked for; gains time with hints",
+    "prefetch_enabled": "sessions' blocks are brought back before they are asked for; may gain time, with hints",
     "num_streams": "copy threads on vLLM's CPU build, threads of `verify`; on a GPU, 1: both directions share a stream",
     "block_size": "tokens of a block; becomes vLLM's `--block-size`",
     "eviction_policy": "which blocks a full RAM gives up: [eviction.md](eviction.md)",

@@ -308,6 +308,7 @@ class Prefetcher:
         return target.cause is not Cause.GUESS or not self._gives_way(session, now)
 
     def _gives_way(self, session: Session, now: float) -> bool:
+        """Whether whose blocks vLLM takes next needs the room more."""
         block_id, key = next(self._pool.next_free(), (-1, None))
         next_to_go = None if key is None else self._owners.get(block_id)
         if next_to_go is None or not next_to_go.is_silent:
