@@ -101,18 +101,22 @@ def arguments_of(mode: str, shape: Shape, model: Path) -> list[str]:
     return [*arguments, "--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": extra})]
 
 
-def later_turns(plays: Sequence[PlayedSessions]) -> dict[str, float | None]:
-    """Milliseconds, of the plays together: to the first token where a session goes on, and between all tokens."""
+def times_of(plays: Sequence[PlayedSessions]) -> dict[str, float | None]:
+    """Milliseconds, of the plays together: to the first token where a session goes on; between tokens, of all requests
+    and of first turns alone, which nobody can bring anything back for; of whole answers where a session goes on."""
+    first = [result for played in plays for result in played.turns[0] if isinstance(result, Good)]
     later = [result for played in plays for turn in played.turns[1:] for result in turn if isinstance(result, Good)]
-    between = [
-        result.tpot_s for played in plays for turn in played.turns for result in turn if isinstance(result, Good)
-    ]
-    tpots = [seconds for seconds in between if seconds is not None]
+    of_first = [result.tpot_s for result in first if result.tpot_s is not None]
+    of_all = of_first + [result.tpot_s for result in later if result.tpot_s is not None]
     figures = {
         "ttft_p50_ms": percentile([r.ttft_s for r in later], 0.5),
         "ttft_p99_ms": percentile([r.ttft_s for r in later], 0.99),
-        "tpot_p50_ms": percentile(tpots, 0.5),
-        "tpot_p99_ms": percentile(tpots, 0.99),
+        "tpot_p50_ms": percentile(of_all, 0.5),
+        "tpot_p99_ms": percentile(of_all, 0.99),
+        "first_tpot_p50_ms": percentile(of_first, 0.5),
+        "first_tpot_p99_ms": percentile(of_first, 0.99),
+        "latency_p50_ms": percentile([r.latency_s for r in later], 0.5),
+        "latency_p99_ms": percentile([r.latency_s for r in later], 0.99),
     }
     return {name: None if seconds is None else seconds * 1e3 for name, seconds in figures.items()}
 
@@ -139,10 +143,10 @@ def run(
                 seeded = dataclasses.replace(load, workload=dataclasses.replace(load.workload, seed=seed))
                 played.append(asyncio.run(play_sessions(endpoint, seeded, timeout_s=REQUEST_WITHIN_S, say=say)))
                 plays.append(figures_of(seed, played[-1]))
-                say(f"{mode}, seed {seed}: {json.dumps(plays[-1]['later_turns'])}")
+                say(f"{mode}, seed {seed}: {json.dumps(plays[-1]['times'])}")
     except ServerFailedError as failed:
         return {"mode": mode, "plays": plays, "failed": failed.message, "log_tail": failed.log_tail[-20:]}
-    over_plays = {"medians": medians(plays), "together": later_turns(played)}
+    over_plays = {"medians": medians(plays), "together": times_of(played)}
     return {"mode": mode, "start_s": round(server.start_s, 1), "plays": plays, **over_plays}
 
 
@@ -151,8 +155,9 @@ def figures_of(seed: int, played: PlayedSessions) -> dict[str, Any]:
     return {
         "seed": seed,
         "requests": dataclasses.asdict(measured.requests),
-        "later_turns": later_turns([played]),
+        "times": times_of([played]),
         "ttft_ms": [[round(r.ttft_s * 1e3, 1) for r in turn if isinstance(r, Good)] for turn in played.turns],
+        "tpot_ms": [[round((r.tpot_s or 0.0) * 1e3, 2) for r in turn if isinstance(r, Good)] for turn in played.turns],
         "sessions": dataclasses.asdict(sessions),
         "sources": None if measured.sources is None else dataclasses.asdict(measured.sources),
         "notes": measured.notes,
@@ -162,7 +167,7 @@ def figures_of(seed: int, played: PlayedSessions) -> dict[str, Any]:
 def medians(plays: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """Over the plays."""
     figures = [
-        {name: play["sessions"][name] for name in ("prefetched_share", "wasted_share")} | play["later_turns"]
+        {name: play["sessions"][name] for name in ("prefetched_share", "wasted_share")} | play["times"]
         for play in plays
     ]
     return {name: percentile([f[name] for f in figures if f[name] is not None], 0.5) for name in figures[0]}
@@ -202,7 +207,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for mode in modes:
         results.append(run(mode, shape, load, options.seed, model, logs, trace=options.trace))
-        plays = [{k: v for k, v in play.items() if k != "ttft_ms"} for play in results[-1]["plays"]]
+        plays = [{k: v for k, v in play.items() if k not in ("ttft_ms", "tpot_ms")} for play in results[-1]["plays"]]
         print(json.dumps(results[-1] | {"plays": plays}, default=str), flush=True)
         document = {
             "load": dataclasses.asdict(load),

@@ -55,6 +55,8 @@ class TurnFigures:
     output_tokens: int
     ttft_p50_s: float | None
     ttft_p99_s: float | None
+    tpot_p50_s: float | None
+    tpot_p99_s: float | None
     tokens: PromptTokens | None
 
 
@@ -121,6 +123,13 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     return float(np.percentile(values, share * 100)) if values else None
 
 
+def in_ms(p50_s: float | None, p99_s: float | None) -> str | None:
+    """A pair of times in milliseconds, to read."""
+    if p50_s is None or p99_s is None:
+        return None
+    return " / ".join(f"{s * 1e3:,.0f}" if s >= 0.1 else f"{s * 1e3:.3g}" for s in (p50_s, p99_s))
+
+
 def measure(played: Played) -> Measured:
     """The figures of a run."""
     workload = played.workload
@@ -181,6 +190,7 @@ def _turns(played: Played) -> Iterable[TurnFigures]:
     for index, turn in enumerate(played.turns):
         good = [result for result in turn.results if isinstance(result, Good)]
         ttft = [result.ttft_s for result in good]
+        tpot = [result.tpot_s for result in good if result.tpot_s is not None]
         yield TurnFigures(
             turn=index + 1,
             wall_s=turn.wall_s,
@@ -189,6 +199,8 @@ def _turns(played: Played) -> Iterable[TurnFigures]:
             output_tokens=sum(result.output_tokens for result in good),
             ttft_p50_s=percentile(ttft, 0.5),
             ttft_p99_s=percentile(ttft, 0.99),
+            tpot_p50_s=percentile(tpot, 0.5),
+            tpot_p99_s=percentile(tpot, 0.99),
             tokens=_tokens_of_turn(played, index),
         )
 

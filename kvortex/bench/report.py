@@ -11,7 +11,7 @@ from kvortex.bench.compare import EngineResult
 from kvortex.bench.counters import PromptTokens
 from kvortex.bench.documents import CompareResult, Conditions, ServeResult
 from kvortex.bench.engines import Engine
-from kvortex.bench.figures import Figures, Measured
+from kvortex.bench.figures import Figures, Measured, in_ms
 from kvortex.sizes import counted, format_bytes
 
 NOTHING: Final = "-"
@@ -99,7 +99,7 @@ def serve_report(result: ServeResult) -> Report:
     conditions = (
         ("model", server.model),
         ("server", f"{result.shown_url}: {versions}"),
-        *_conditions(result.conditions),
+        *_conditions(result.conditions, is_open_load=result.sessions is not None),
     )
     notes = [*measured.notes, *(f"a request failed: {example}" for example in measured.requests.examples)]
     if not result.is_local:
@@ -182,14 +182,15 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _conditions(conditions: Conditions) -> tuple[tuple[str, str], ...]:
+def _conditions(conditions: Conditions, *, is_open_load: bool = False) -> tuple[tuple[str, str], ...]:
     w, versions = conditions.workload, conditions.versions
+    at_once = "as many at a time as come" if is_open_load else f"{counted(w.concurrency, 'request')} at a time"
     driver = f", driver {versions.driver} (CUDA {versions.cuda})" if versions.driver else ""
     return (
         (
             "workload",
             f"{counted(w.conversations, 'conversation')} of {counted(w.turns, 'turn')}: {counted(w.first, 'token')} "
-            f"first, {w.add:,} more a turn, {w.gen:,} generated, {counted(w.concurrency, 'request')} at a time; "
+            f"first, {w.add:,} more a turn, {w.gen:,} generated, {at_once}; "
             f"seed {w.seed}, token ids {w.vocabulary}",
         ),
         ("measured", f"turns {w.measured_from_turn} to {w.turns}, answers that came whole"),
@@ -212,13 +213,7 @@ def _times(ratio: float | None) -> str:
 
 
 def _pair(p50_s: float | None, p99_s: float | None) -> str:
-    if p50_s is None or p99_s is None:
-        return NOTHING
-    return f"{_ms(p50_s)} / {_ms(p99_s)}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+    return in_ms(p50_s, p99_s) or NOTHING
 
 
 def _shares(tokens: PromptTokens | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from kvortex.bench.counters import Prefetched
-from kvortex.bench.figures import Measured, Sources, measure
+from kvortex.bench.figures import Measured, Sources, in_ms, measure
 from kvortex.bench.load import Played, Turn
 from kvortex.bench.request import Good
 from kvortex.bench.session_load import PlayedSessions
@@ -131,8 +131,9 @@ def _notes(measured: Measured, figures: SessionFigures) -> Iterable[str]:
     if figures.for_s is not None:
         yield f"no turn began later than {figures.for_s:g} s after the first one: who would have gone on then was gone"
     for turn in measured.turns:
-        if turn.ttft_p50_s is not None and turn.ttft_p99_s is not None:
-            yield f"TTFT of turn {turn.turn}, p50 / p99: {turn.ttft_p50_s * 1e3:.0f} / {turn.ttft_p99_s * 1e3:.0f} ms"
+        if (ttft := in_ms(turn.ttft_p50_s, turn.ttft_p99_s)) is not None:
+            tpot = in_ms(turn.tpot_p50_s, turn.tpot_p99_s)
+            yield f"turn {turn.turn}, p50 / p99: TTFT {ttft} ms" + (f", TPOT {tpot} ms" if tpot is not None else "")
     if figures.goodput_requests_per_s is not None and figures.goodput_share is not None:
         yield (
             f"goodput: {figures.goodput_requests_per_s:.3g} requests/s, {figures.goodput_share:.1%} of all, with the "

@@ -30,10 +30,25 @@ def test_serve_prints_a_table_with_its_conditions(kvortex: Any) -> None:
         result = kvortex("bench", "serve", "--url", server.url + "/v1/", *SMALL)
     assert result.code == 0, result.err
     assert "8 / 0" in result.out
-    for named in ("workload: 4 conversations of 2 turns", "seed 0", "hardware: ", "versions: ", "vLLM 0.32.0"):
+    for named in (
+        "workload: 4 conversations of 2 turns",
+        "4 generated, 2 requests at a time; seed 0",
+        "hardware: ",
+        "versions: ",
+        "vLLM 0.32.0",
+    ):
         assert named in result.out
     assert "turn 2 of 2" in result.err
     assert "Traceback" not in result.err
+
+
+def test_an_open_load_has_no_bound_among_its_conditions_and_is_told_turn_by_turn(kvortex: Any) -> None:
+    load = ("--think", "agents", "--rate", "100", "--conversations", "3", "--turns", "1", "--first", "6", "--gen", "4")
+    with stub_server([Behaviour.GOOD]) as server:
+        result = kvortex("bench", "serve", "--url", server.url, *load)
+    assert result.code == 0, result.err
+    assert "4 generated, as many at a time as come; seed 0" in result.out
+    assert re.search(r"turn 1, p50 / p99: TTFT [0-9.]+ / [0-9.]+ ms, TPOT [0-9.]+ / [0-9.]+ ms", result.out)
 
 
 def test_serve_prints_json_and_nothing_else_on_stdout(kvortex: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvortex.bench import session_load
 from kvortex.bench.counters import of_kvortex
-from kvortex.bench.request import Endpoint
+from kvortex.bench.request import Endpoint, Good
 from kvortex.bench.session_figures import Goal, SessionFigures, measure_sessions
 from kvortex.bench.session_load import PlayedSessions, SessionLoad, play_sessions
 from kvortex.bench.think import AGENTS_S, Think, arrivals_s, think_s
@@ -162,6 +162,20 @@ def test_goodput_counts_what_met_both_limits_and_failures_never_do() -> None:
     measured, _ = measure_sessions(played, Goal(60.0, 60.0))
     assert (measured.requests.ok, measured.requests.failed) == (6, 3)
     assert any("goodput" in note and "66.7%" in note for note in measured.notes)
+
+
+@pytest.mark.usefixtures("no_time")
+def test_each_turn_has_its_own_times_between_tokens() -> None:
+    """First turns are those that nobody can bring anything back for."""
+    with stub_server([Behaviour.GOOD]) as server:
+        played = play(server, Workload(conversations=2, turns=2, first=6, add=2, gen=4, concurrency=2))
+    tpots = [[result.tpot_s for result in turn if isinstance(result, Good)] for turn in played.turns]
+    measured, _ = measure_sessions(played, Goal(60.0, 60.0))
+    for of_turn, told in zip(tpots, measured.turns, strict=True):
+        assert all(seconds is not None for seconds in of_turn)
+        assert told.tpot_p50_s == pytest.approx(sum(seconds or 0.0 for seconds in of_turn) / 2)
+        assert told.tpot_p99_s is not None
+    assert any(note.startswith("turn 2, p50 / p99: TTFT ") and "TPOT " in note for note in measured.notes)
 
 
 def stats(used: int, wasted: int, loaded: int) -> dict[str, Any]:
