@@ -8,6 +8,8 @@ decode  a token for each request      turn    a later turn's new tokens, too
 prompt  most of a first prompt, too   part    anything else
 +store, +step-load, +load
 
+cpu is of the four parts together: much less than they took, and the model's thread waited; waits, how often.
+
 Steps with copies come when the engine is busy, so a second line says what they took beyond the median of steps without,
 of as many requests.
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PARTS = ("schedule", "execute", "sample", "update")
+COLUMNS = (*PARTS, "cpu", "waits", "gpu_ms", "idle_ms")
 COPIES = {"stores": "+store", "step_loads": "+step-load", "loads": "+load"}
 LEAST_STEPS, LEAST_LIKE = 5, 3
 
@@ -57,12 +60,12 @@ def kind_of(step: Step, turn: tuple[int, int], prompt: int) -> Kind:
 
 def took(step: Step) -> dict[str, float]:
     of_gpu = {name: step[name] for name in ("gpu_ms", "idle_ms") if name in step}
-    return {part: step["host_ms"].get(part, 0.0) for part in PARTS} | of_gpu
+    of_core = {"cpu": sum(step["cpu_ms"].values()), "waits": sum(step["switches"])} if "cpu_ms" in step else {}
+    return {part: step["host_ms"].get(part, 0.0) for part in PARTS} | of_core | of_gpu
 
 
 def medians(rows: list[dict[str, float]]) -> str:
-    names = [*PARTS, "gpu_ms", "idle_ms"]
-    columns = {name: [row[name] for row in rows if name in row] for name in names}
+    columns = {name: [row[name] for row in rows if name in row] for name in COLUMNS}
     return "".join(f"{statistics.median(column):10.2f}" if column else f"{'-':>10}" for column in columns.values())
 
 
@@ -99,7 +102,7 @@ def main() -> None:
         for step in steps:
             if step["tokens"] and options.begin < step["at_s"] - steps[0]["at_s"] < options.end:
                 kinds[kind_of(step, tuple(options.turn), options.prompt)].append(step)
-        print(f"{str(path)[-30:]:32}{'steps':>6}" + "".join(f"{name:>10}" for name in (*PARTS, "gpu_ms", "idle_ms")))
+        print(f"{str(path)[-30:]:32}{'steps':>6}" + "".join(f"{name:>10}" for name in COLUMNS))
         for kind, some in sorted(kinds.items()):
             if len(some) >= LEAST_STEPS:
                 print(f"  {kind.computes + kind.copies:30}{len(some):6}" + medians([took(step) for step in some]))

@@ -5,6 +5,8 @@
 at_s       when the step was scheduled, Unix time
 requests   in the step; tokens: computed by it; stores, step_loads, loads: blocks that KVortex ordered with it
 host_ms    of the engine's thread: schedule, execute (submitting the kernels), sample, update (taking the output)
+cpu_ms     of these, on a core; what is missing it waited, for the interpreter's lock, for a core or in the driver
+switches   of cores: when it waited, and when its core was taken from it
 gpu_ms     from the step's first kernel to its last, by events; none without a GPU
 idle_ms    of the GPU before it, since the last step's end
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from collections import deque
@@ -50,14 +53,19 @@ class StepTrace:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if part == "execute" and self._begun and self._begun[-1]["tokens"]:
                 self._begun[-1]["events"] = [self._event()]
-            begin = time.perf_counter()
+            before = resource.getrusage(resource.RUSAGE_THREAD)
+            begin, begin_cpu = time.perf_counter(), time.thread_time()
             result = call(*args, **kwargs)
-            host_ms = (time.perf_counter() - begin) * 1e3
+            host_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.thread_time() - begin_cpu) * 1e3
+            after = resource.getrusage(resource.RUSAGE_THREAD)
             if part == "schedule":
                 self._begun.append(_row(result))
             # Steps overlap: an output that is taken is the oldest step's, all else the newest's.
             row = self._begun[0 if part == "update" else -1]
             row["host_ms"][part] = round(row["host_ms"].get(part, 0.0) + host_ms, 3)
+            row["cpu_ms"][part] = round(row["cpu_ms"].get(part, 0.0) + cpu_ms, 3)
+            row["switches"][0] += after.ru_nvcsw - before.ru_nvcsw
+            row["switches"][1] += after.ru_nivcsw - before.ru_nivcsw
             if row["events"] and (part == "sample" or (part == "execute" and result is not None)):
                 row["events"] = [row["events"][0], self._event()]
             if part == "update":
@@ -97,6 +105,8 @@ def _row(scheduled: Any) -> dict[str, Any]:
         "tokens": scheduled.total_num_scheduled_tokens,
         **{name: sum(len(order.slots) for order in some) for name, some in orders.items()},
         "host_ms": {},
+        "cpu_ms": {},
+        "switches": [0, 0],
         "events": [],
     }
 
