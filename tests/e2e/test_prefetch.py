@@ -87,6 +87,7 @@ def push_out(running: Engine, *sessions: str) -> None:
         if session.number not in known:
             book._forget(session)
     prefetcher(running)._owners.clear()
+    prefetcher(running)._demand._taken = 0.0  # VRAM is not used over that fast all the time
     for name in sessions:
         assert in_vram(running, Scope(), name)[0] < 3
 

@@ -33,8 +33,8 @@ MAX_OF_SCOPE: Final = MAX_TARGETS // 2
 KEEP_S: Final = 30.0
 """What was brought is kept at the warm end while its session is likely to go on within so long."""
 
-LEAST_P: Final = 0.3
-"""Less likely than that, a session is neither brought nor kept."""
+LEAST_P: Final = 0.5
+"""Less likely than that, a session is neither guessed nor kept: what goes instead was there for somebody, too."""
 
 _CHUNK_S: Final = 0.01
 """A chunk is what the link moves in that time: so long may a request's own load wait behind one."""
@@ -179,7 +179,8 @@ class PrefetchPlanner:
 
     @property
     def _horizon_s(self) -> float:
-        return max(KEEP_S, self._demand.lasts_s(self._vram.free_blocks))
+        """How long what a guess brings would lie there, if nobody kept it."""
+        return self._demand.lasts_s(self._vram.free_blocks)
 
     def issued(self, chunk: Chunk) -> None:
         """The chunk was ordered."""

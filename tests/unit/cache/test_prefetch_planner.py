@@ -137,6 +137,13 @@ def generous(stage: Stage) -> Stage:
     return stage
 
 
+def returning(stage: Stage, after_s: float) -> None:
+    """All have come back after so long."""
+    for habit in HABITS:
+        for _ in range(300):
+            stage.book.rhythms.returned(habit, after_s)
+
+
 def test_a_conversation_comes_back_head_first_in_chunks_and_once() -> None:
     stage = generous(Stage())
     session = stage.talk(1, 40)
@@ -285,9 +292,7 @@ def test_of_those_that_are_sure_to_return_the_one_that_is_due_comes_first() -> N
 
 def test_nothing_goes_that_is_as_likely_to_be_asked_for() -> None:
     stage = generous(Stage(capacity=40))
-    for habit in HABITS:
-        for _ in range(300):
-            stage.book.rhythms.returned(habit, 100.0)
+    returning(stage, 100.0)
     lost, there = stage.talk(1, 20, turns=1), stage.talk(2, 40, turns=1)
     stage.vram.content.update(dict.fromkeys(there.keys, there))
     assert stage.plan() is None
@@ -298,22 +303,32 @@ def test_nothing_goes_that_is_as_likely_to_be_asked_for() -> None:
     assert chunk.target.session is lost
 
 
-def test_what_vram_would_lose_anyhow_before_it_is_asked_for_may_go() -> None:
-    """Both are expected in twenty seconds, and VRAM is used over in two: what goes now is gone by then anyhow."""
-    stage = generous(Stage(capacity=40))
-    for habit in HABITS:
-        for _ in range(300):
-            stage.book.rhythms.returned(habit, 20.0)
-    lost, there = stage.talk(1, 20, turns=1), stage.talk(2, 40, turns=1)
-    stage.vram.content.update(dict.fromkeys(there.keys, there))
-    assert stage.plan() is None
+def test_nobody_is_guessed_who_comes_back_later_than_vram_would_keep_it() -> None:
+    """Expected in twenty seconds, and VRAM is used over in two; then it is at rest."""
+    stage = generous(Stage(capacity=400))
+    returning(stage, 20.0)
+    lost = stage.talk(1, 20, turns=1)
     for _ in range(100):
         stage.clock.advance(0.1)
         stage.demand.saw(20, 20, stage.clock())
         stage.demand.saw(0, 0, stage.clock())
+    assert 1.5 < stage.demand.lasts_s(stage.capacity) < 2.5
+    assert stage.plan() is None
+    stage.demand = stage.planner._demand = Demand(stage.capacity, stage.clock())
+    stage.clock.advance(1.0)
     chunk = stage.plan()
     assert chunk is not None
     assert chunk.target.session is lost
+
+
+@pytest.mark.parametrize(("p", "is_guessed"), [(0.45, False), (0.55, True)])
+def test_who_is_likelier_to_return_than_not_is_guessed(
+    monkeypatch: pytest.MonkeyPatch, p: float, is_guessed: bool
+) -> None:
+    stage = generous(Stage(capacity=400))
+    stage.talk(1, 10)
+    monkeypatch.setattr(stage.book, "p_return_within", lambda *_: p)
+    assert (stage.plan() is not None) == is_guessed
 
 
 def test_a_look_that_led_to_nothing_is_not_repeated_at_every_step() -> None:
@@ -354,6 +369,7 @@ def test_a_failed_load_is_not_tried_again() -> None:
 
 def test_hints_go_before_guesses_and_waiting_requests_before_hints() -> None:
     stage = generous(Stage(capacity=400))
+    returning(stage, 10.0)
     guessed, hinted = stage.talk(1, 10), stage.talk(2, 10)
     stage.store(keys_of(3, 10))
     stage.planner.hint(NOBODY, hinted.keys, hinted, stage.clock())
@@ -385,6 +401,7 @@ def test_hints_that_were_worth_nothing_keep_nothing() -> None:
 
 def test_a_session_that_is_announced_each_time_is_not_guessed() -> None:
     stage = generous(Stage(capacity=400))
+    returning(stage, 10.0)
     silent, announced = stage.talk(1, 10), stage.talk(2, 10)
     stage.book.announced(announced, stage.clock())
     stage.clock.advance(1.0)

@@ -13,6 +13,7 @@ import pytest
 
 from kvortex.cache.index import KeyState
 from kvortex.cache.prefetch.budget import Cause
+from kvortex.cache.prefetch.planner import KEEP_S, LEAST_P
 from kvortex.cache.prefix import GroupShape
 from kvortex.cache.sessions.rhythm import HABITS
 from kvortex.cache.sessions.session import Scope
@@ -48,6 +49,7 @@ def push_out(engine: Any, but: int = 0) -> None:
     book = engine.prefetcher.book
     book._forget(next(iter(book.recent(1))))
     engine.prefetcher._owners.clear()
+    engine.prefetcher._demand._taken = 0.0  # not how long blocks last here
 
 
 def in_vram(engine: Any, conversation: int, count: int) -> int:
@@ -136,9 +138,13 @@ def test_a_guess_is_kept_unless_who_goes_instead_is_twice_as_likely_to_return(
     prefetched(engine)
     book = engine.prefetcher.book
     guessed = book.named(Scope(), "a")
-    monkeypatch.setattr(
-        book, "p_return_within", lambda session, now, horizon_s: 0.4 if session is guessed else p_of_others
-    )
+
+    def p_return_within(session: Any, now: float, horizon_s: float) -> float:
+        if session is not guessed:
+            return p_of_others
+        return LEAST_P if horizon_s == KEEP_S else 0.4  # of the latter: while it would last
+
+    monkeypatch.setattr(book, "p_return_within", p_return_within)
     engine.prefetcher._planner._room = lambda *, running: 0  # nothing else is brought
     for number in range(25):
         engine.clock.advance(0.2)
@@ -274,6 +280,7 @@ def test_what_vram_alone_holds_is_not_taken_unless_it_is_not_worth_a_copy(monkey
 def test_requests_that_find_too_little_get_all_there_is() -> None:
     engine = expecting_returns()
     a_lost_session(engine)
+    engine.prefetcher._demand.lasts_s = lambda free_blocks: 100.0
     engine.max_running = 1
     engine.clock.advance(6.0)  # it is expected any moment
     held = engine.pool.get_new_blocks(50)
