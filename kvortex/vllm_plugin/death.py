@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvortex.vllm_plugin.last_words import LastWord
+from kvortex.vllm_plugin.last_words import FORCED, LastWord
 
 _ENDED_ON_REQUEST: Final = frozenset({0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT})
 # An error this long before the last one was another story.
@@ -79,6 +79,7 @@ def explain(
         error: what ended the server's own process, if anything did.
         oom_killed: the kernel ended a process for lack of memory while the server ran.
     """
+    words, exits = _before_the_end(words, exits)
     killed = _killed(words, exits, error)
     thrown = _first_cause(words)
     if killed is not None and (thrown is None or killed[1] not in (-signal.SIGABRT, _UNKNOWN)):
@@ -93,6 +94,18 @@ def explain(
         who = _in_words(failed[0]) if failed else "the engine"
         return Death(f"{who} ended: {ended}", "the lines above are all it said; VLLM_LOGGING_LEVEL=DEBUG shows more")
     return None
+
+
+def _before_the_end(words: Sequence[LastWord], exits: Mapping[str, int]) -> tuple[list[LastWord], dict[str, int]]:
+    """Without those whom vLLM, asked to end, killed itself when the time for it was over, and what was said of that."""
+    forced = [(word.at, int(found[1])) for word in words if (found := FORCED.search(word.message))]
+    if not forced:
+        return list(words), dict(exits)
+    begin = min(at for at, _ in forced)
+    killed = [name for name, code in exits.items() if code == -signal.SIGKILL]
+    if len(killed) > sum(count for _, count in forced):  # somebody else did it, too
+        killed = []
+    return [word for word in words if word.at < begin], {n: code for n, code in exits.items() if n not in killed}
 
 
 def _killed(words: Sequence[LastWord], exits: Mapping[str, int], error: BaseException | None) -> tuple[str, int] | None:

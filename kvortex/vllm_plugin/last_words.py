@@ -1,7 +1,8 @@
 """What vLLM's processes say when something goes wrong, kept where the server can read it after they are gone.
 
 The server makes a file in memory, which has no name and needs no disk: it ends with the server. Its path under /proc is
-in the environment that the other processes inherit. Each of them has a log handler that adds a line for every error.
+in the environment that the other processes inherit. Each of them has a log handler that adds a line for every error,
+and for vLLM's word that it kills its processes itself.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,13 +22,16 @@ VARIABLE: Final = "_KVORTEX_LAST_WORDS"
 _MAX_BYTES: Final = 1 << 18
 _MAX_TEXT: Final = 4000
 _DEATH: Final = "died unexpectedly"
+FORCED: Final = re.compile(r"Process manager: force killing remaining processes count=(\d+)")
+"""What vLLM warns of when it kills its processes itself: the time that they had to end is over."""
+
 _EXIT_TRIES: Final = 20
 _EXIT_PAUSE_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class LastWord:
-    """One error that a process logged.
+    """One line that a process logged.
 
     Attributes:
         at: seconds since the epoch.
@@ -67,10 +72,12 @@ def _words(text: str) -> Iterator[LastWord]:
 
 class _Recorder(logging.Handler):
     def __init__(self, path: Path) -> None:
-        super().__init__(logging.ERROR)
+        super().__init__(logging.WARNING)
         self._path = path
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.ERROR and not FORCED.search(record.getMessage()):
+            return
         error = record.exc_info[1] if record.exc_info else None
         word = LastWord(
             at=time.time(),

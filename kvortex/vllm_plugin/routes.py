@@ -22,8 +22,10 @@ from kvortex.cache.verdict import judge
 from kvortex.dashboard.page import pages
 from kvortex.vllm_plugin.banner import announce_when_ready
 from kvortex.vllm_plugin.engines import Engines
+from kvortex.vllm_plugin.last_words import record_last_words
 from kvortex.vllm_plugin.logs import share_vllms_log
 from kvortex.vllm_plugin.metrics import StatsCollector
+from kvortex.vllm_plugin.server_end import bound_end
 from kvortex.vllm_plugin.session_middleware import SessionMiddleware
 from kvortex.vllm_plugin.session_routes import make_session_router
 from kvortex.vllm_plugin.stats_socket import StatsUnavailableError
@@ -120,7 +122,7 @@ class KVortexRoutes:
         self._engines: Engines | None = None
         self._paths: list[str] = []
         self._collector = StatsCollector(self._read)
-        self._waker: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes. vLLM's app has all of its own by now, `/metrics` among them."""
@@ -148,6 +150,8 @@ class KVortexRoutes:
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """vLLM's engine is there: learns its name and the API keys."""
+        record_last_words()  # vLLM 0.32 sets up its log anew after it has made its plugins known
+        self._tasks.append(asyncio.create_task(bound_end(state)))
         state.kvortex_api_keys = [hashlib.sha256(key.encode()).digest() for key in api_keys(args)]
         if engine_client is not None:
             self._engines = Engines.of(engine_client.vllm_config)
@@ -158,7 +162,7 @@ class KVortexRoutes:
             share_vllms_log()
             announce_when_ready(self._engines, args, self._paths)
             if engine_client is not None and self._engines.prefetch:
-                self._waker = asyncio.create_task(keep_prefetching(self._engines, engine_client))
+                self._tasks.append(asyncio.create_task(keep_prefetching(self._engines, engine_client)))
 
     def _read(self) -> dict[str, Any]:
         if self._engines is None:

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -91,6 +93,23 @@ def test_a_signal_lets_running_requests_end_and_leaves_nobody(
         server.complete(prompt(1, 40))
         assert_ends_after_its_request(server, number)
         assert "error: " not in "\n".join(last_lines(server.log))
+
+
+def test_who_is_not_answered_when_the_time_to_end_is_over_is_cut_off(tiny_llama: str, tmp_path: Path) -> None:
+    """By itself vLLM waits for an answer that its engine, which it has killed, cannot give."""
+    long = ("--shutdown-timeout", "1", "--max-model-len", "4096", "--num-gpu-blocks-override", "200")
+    with Server(tiny_llama, options=long, log=tmp_path / "log") as server:
+        family = server.family()
+        with server.streamed(prompt(1, 40), max_tokens=4000) as chunks:
+            next(chunks)
+            server.process.terminate()
+            # Its engine may just have time to say that it gives the request up.
+            with suppress(httpx.RemoteProtocolError):
+                *_, last = chunks
+                assert last["choices"][0]["finish_reason"] == "abort"
+        assert server.process.wait(ENDED_WITHIN_S) == 0, server.tail()
+        assert "error: " not in "\n".join(last_lines(server.log))
+        assert_all_gone(family)
 
 
 def test_a_start_that_fails_ends_with_the_reason_and_shows_no_secret(tiny_llama: str, tmp_path: Path) -> None:

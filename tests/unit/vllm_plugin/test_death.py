@@ -54,6 +54,18 @@ def test_an_end_on_request_is_no_death(exits: dict[str, int]) -> None:
     assert explain(logged, exits, None, oom_killed=True) is None
 
 
+def test_whom_vllm_kills_when_the_time_to_end_is_over_has_not_died() -> None:
+    forced = word("MainProcess", "[shutdown] Process manager: force killing remaining processes count=1", at=1000.0)
+    echo = word("EngineCore", "Worker proc VllmWorker-0 died unexpectedly, shutting down executor.", at=1000.1)
+    assert explain([forced, echo], {"EngineCore": -9}, None, oom_killed=False) is None
+    # One of two was killed by somebody else, before or after.
+    assert "was killed" in told([forced], {"EngineCore_DP0": -9, "EngineCore_DP1": -9}).message
+    # A cause from before stays one.
+    cause = word("EngineCore", "EngineCore encountered a fatal error.", "OutOfMemoryError", CUDA_OOM, at=999.0)
+    assert "out of memory" in told([cause, forced], {"EngineCore": -9}).message
+    assert "SIGSEGV" in told([forced], {"EngineCore": -11}).message
+
+
 @pytest.mark.parametrize(
     ("error_type", "error", "kind", "fix"),
     [
