@@ -1,7 +1,8 @@
 """`python -m kvortex.vllm_plugin.server MODEL [options]`: vLLM's own `vllm serve`, by its parts.
 
 vLLM's console script asks for a distribution called `vllm` and fails on the CPU build; its parts do not. What is added:
-progress while it starts, an end on SIGHUP as on SIGTERM, and at the end one message that says why the engine died.
+progress while it starts, an end on SIGTERM meanwhile, one on SIGHUP as on SIGTERM, and at the end one message that says
+why the engine died.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import traceback
 from multiprocessing import resource_tracker
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvortex.config.redaction import hide_secrets
 from kvortex.hardware.memory import read_oom_kills
@@ -38,12 +40,16 @@ def main(argv: list[str]) -> NoReturn:
     args = parser.parse_args(["serve", *argv])
     command.validate(args)
     _end_on_hangup()
-    watch = Watch(args)
+    asked_to_end = _hear_of_terms()
+    watch = Watch(args, asked_to_end)
     failure: Exception | None = None
     try:
         command.cmd(args)
     except Exception as error:  # noqa: BLE001 - the edge at which vLLM's failure becomes one message
         failure = error
+    except KeyboardInterrupt:  # while it started: vLLM raises it for SIGTERM, too
+        print("kvortex: ended before it was ready", file=sys.stderr, flush=True)
+        sys.exit(128 + (signal.SIGTERM if asked_to_end.is_set() else signal.SIGINT))
     watch.close()
     death = explain(words.read(), watch.exits(), failure, oom_killed=read_oom_kills() > oom_kills)
     if death is None:
@@ -65,6 +71,26 @@ def _tell(death: Death, failure: Exception | None) -> None:
     sys.stdout.flush()
     print(f"error: {hide_secrets(death.message, os.environ)}", file=sys.stderr)
     print(f"hint: {hide_secrets(death.hint, os.environ)}", file=sys.stderr, flush=True)
+
+
+def _hear_of_terms() -> threading.Event:
+    """Set once SIGTERM has come. vLLM sets a handler for its start, and another for the time after; each is called as
+    if we were not there."""
+    asked = threading.Event()
+    set_handler = signal.signal
+
+    def set_ours(number: int, handler: Any) -> Any:
+        if number != signal.SIGTERM or not callable(handler):
+            return set_handler(number, handler)
+
+        def told(number: int, frame: FrameType | None) -> Any:
+            asked.set()
+            return handler(number, frame)
+
+        return set_handler(number, told)
+
+    signal.signal = set_ours  # type: ignore[assignment]
+    return asked
 
 
 def _end_on_hangup() -> None:

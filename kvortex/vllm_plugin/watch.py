@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
+import signal
 import socket
 import sys
 import threading
@@ -15,13 +17,17 @@ from kvortex.sizes import format_bytes
 
 _TICK_S = 0.5
 _TELL_EVERY_S = 15.0
+_ASK_AGAIN_S = 3.0
+"""After SIGTERM, while the engine starts: what waits for it there takes the first one for nothing."""
 
 
 class Watch:
     """A thread of the server's process, from before vLLM starts its engine to the end."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Namespace, asked_to_end: threading.Event) -> None:
         self._args = args
+        self._asked_to_end = asked_to_end
+        self._ask_again_at: float | None = None
         self._processes: dict[int, BaseProcess] = {}
         self._ready = False
         self._closing = threading.Event()
@@ -43,6 +49,17 @@ class Watch:
             if process.pid is not None:
                 self._processes[process.pid] = process
 
+    def _ask_again(self, now: float) -> None:
+        """Once: vLLM drops a SIGTERM that comes while its engine starts (`zmq_socket_ctx`), then waits for an engine
+        that it does not answer any more."""
+        if self._ask_again_at is None:
+            self._ask_again_at = now + _ASK_AGAIN_S
+        elif now >= self._ask_again_at:
+            self._ask_again_at = math.inf
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGTERM)  # it sleeps in a call that only its own signals end
+
     def _run(self) -> None:
         begin = told = time.monotonic()
         while not self._closing.wait(_TICK_S):
@@ -51,6 +68,9 @@ class Watch:
                 continue
             self._ready = is_listening(self._args)
             now = time.monotonic()
+            if self._asked_to_end.is_set():
+                self._ask_again(now)
+                continue
             if not self._ready and now - told >= _TELL_EVERY_S:
                 told = now
                 shown = _memory_in_words(self._processes)

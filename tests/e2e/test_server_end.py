@@ -112,6 +112,20 @@ def test_who_is_not_answered_when_the_time_to_end_is_over_is_cut_off(tiny_llama:
         assert_all_gone(family)
 
 
+def test_a_server_that_starts_ends_on_request_too(tiny_llama: str, tmp_path: Path) -> None:
+    """By itself vLLM drops a SIGTERM that comes while its engine starts, and is never ready either."""
+    server = Server(tiny_llama, log=tmp_path / "log")
+    server.start()
+    told(server, "Initializing a V1 LLM engine")
+    family = server.family()
+    server.process.terminate()
+    assert server.process.wait(ENDED_WITHIN_S) == 128 + signal.SIGTERM, server.tail()
+    text = server.log.read_text()
+    assert "Traceback" not in text
+    assert "kvortex: ended before it was ready" in text
+    assert_all_gone(family)
+
+
 def test_a_start_that_fails_ends_with_the_reason_and_shows_no_secret(tiny_llama: str, tmp_path: Path) -> None:
     """Field trials B37, B64: exit at once, no child left, the key and the token nowhere."""
     broken = tmp_path / "model"

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def test_it_tells_how_far_a_start_is_until_the_server_listens(
     args: Namespace, listener: socket.socket, capfd: pytest.CaptureFixture[str]
 ) -> None:
     child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), name="EngineCore")
-    watching = Watch(args)
+    watching = Watch(args, threading.Event())
     told = ""
 
     def until(words: str) -> str:
@@ -71,7 +72,7 @@ def test_it_knows_how_each_process_ended(args: Namespace) -> None:
     killed = context.Process(target=time.sleep, args=(60,), name="EngineCore")
     may_end = context.Event()
     good = context.Process(target=may_end.wait, name="Good")
-    watching = Watch(args)
+    watching = Watch(args, threading.Event())
     killed.start()
     good.start()
     for _ in range(3000):  # a tick that sees both
@@ -85,6 +86,26 @@ def test_it_knows_how_each_process_ended(args: Namespace) -> None:
     good.join(60)
     watching.close()
     assert watching.exits() == {"EngineCore": -signal.SIGKILL, "Good": 0}
+
+
+def test_a_server_that_was_asked_to_end_while_it_starts_is_asked_once_more(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_ASK_AGAIN_S", 0.05)
+    asked: list[tuple[int | None, int]] = []
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: asked.append((thread, number)))
+    to_end = threading.Event()
+    watching = Watch(args, to_end)
+    time.sleep(0.1)
+    assert asked == []
+    to_end.set()
+    for _ in range(3000):
+        if asked:
+            break
+        time.sleep(0.01)
+    time.sleep(0.2)
+    watching.close()
+    assert asked == [(threading.main_thread().ident, signal.SIGTERM)]
 
 
 def test_processes_are_spawned_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
