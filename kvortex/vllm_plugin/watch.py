@@ -17,8 +17,8 @@ from kvortex.sizes import format_bytes
 
 _TICK_S = 0.5
 _TELL_EVERY_S = 15.0
-_ASK_AGAIN_S = 3.0
-"""After SIGTERM, while the engine starts: what waits for it there takes the first one for nothing."""
+_ASK_AGAIN_S = 10.0
+"""After SIGTERM, while the engine starts: longer than vLLM, where it has heard of it, takes to end its engine."""
 
 
 class Watch:
@@ -49,12 +49,13 @@ class Watch:
             if process.pid is not None:
                 self._processes[process.pid] = process
 
-    def _ask_again(self, now: float) -> None:
-        """Once: vLLM drops a SIGTERM that comes while its engine starts (`zmq_socket_ctx`), then waits for an engine
-        that it does not answer any more."""
-        if self._ask_again_at is None:
-            self._ask_again_at = now + _ASK_AGAIN_S
-        elif now >= self._ask_again_at:
+    def _ask_again_if_dropped(self, now: float) -> None:
+        """Once: vLLM drops a SIGTERM that comes while its engine starts (`zmq_socket_ctx`). Then it waits for an engine
+        that it does not answer any more, or goes on as if nothing had come."""
+        if self._ask_again_at is None and self._asked_to_end.is_set():
+            self._ask_again_at = math.inf if self._ready else now + _ASK_AGAIN_S
+        self._ready = self._ready or is_listening(self._args)
+        if self._ask_again_at is not None and self._ask_again_at < (math.inf if self._ready else now):
             self._ask_again_at = math.inf
             main = threading.main_thread().ident
             assert main is not None
@@ -64,14 +65,9 @@ class Watch:
         begin = told = time.monotonic()
         while not self._closing.wait(_TICK_S):
             self._look()
-            if self._ready:
-                continue
-            self._ready = is_listening(self._args)
             now = time.monotonic()
-            if self._asked_to_end.is_set():
-                self._ask_again(now)
-                continue
-            if not self._ready and now - told >= _TELL_EVERY_S:
+            self._ask_again_if_dropped(now)
+            if not self._ready and self._ask_again_at is None and now - told >= _TELL_EVERY_S:
                 told = now
                 shown = _memory_in_words(self._processes)
                 print(f"kvortex: starting for {now - begin:.0f} s, {shown}", file=sys.stderr, flush=True)

@@ -88,10 +88,12 @@ def test_it_knows_how_each_process_ended(args: Namespace) -> None:
     assert watching.exits() == {"EngineCore": -signal.SIGKILL, "Good": 0}
 
 
+@pytest.mark.parametrize("gets_ready", [False, True])
 def test_a_server_that_was_asked_to_end_while_it_starts_is_asked_once_more(
-    args: Namespace, monkeypatch: pytest.MonkeyPatch
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, listener: socket.socket, gets_ready: bool
 ) -> None:
-    monkeypatch.setattr(watch, "_ASK_AGAIN_S", 0.05)
+    """After a while, or as soon as it is ready: then it has not heard."""
+    monkeypatch.setattr(watch, "_ASK_AGAIN_S", 1000.0 if gets_ready else 0.05)
     asked: list[tuple[int | None, int]] = []
     monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: asked.append((thread, number)))
     to_end = threading.Event()
@@ -99,6 +101,10 @@ def test_a_server_that_was_asked_to_end_while_it_starts_is_asked_once_more(
     time.sleep(0.1)
     assert asked == []
     to_end.set()
+    time.sleep(0.1)
+    if gets_ready:
+        assert asked == []
+        listener.listen()
     for _ in range(3000):
         if asked:
             break
@@ -106,6 +112,25 @@ def test_a_server_that_was_asked_to_end_while_it_starts_is_asked_once_more(
     time.sleep(0.2)
     watching.close()
     assert asked == [(threading.main_thread().ident, signal.SIGTERM)]
+
+
+def test_a_server_that_is_ready_is_not_asked_again(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch, listener: socket.socket
+) -> None:
+    monkeypatch.setattr(watch, "_ASK_AGAIN_S", 0.01)
+    asked: list[int] = []
+    monkeypatch.setattr(signal, "pthread_kill", lambda thread, number: asked.append(number))
+    listener.listen()
+    to_end = threading.Event()
+    watching = Watch(args, to_end)
+    for _ in range(3000):
+        if watching._ready:
+            break
+        time.sleep(0.01)
+    to_end.set()
+    time.sleep(0.2)
+    watching.close()
+    assert asked == []
 
 
 def test_processes_are_spawned_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
