@@ -48,6 +48,7 @@ def main(argv: list[str]) -> NoReturn:
     except Exception as error:  # noqa: BLE001 - the edge at which vLLM's failure becomes one message
         failure = error
     except KeyboardInterrupt:  # while it started: vLLM raises it for SIGTERM, too
+        watch.close()  # nothing is to interrupt what ends with the interpreter
         print("kvortex: ended before it was ready", file=sys.stderr, flush=True)
         sys.exit(128 + (signal.SIGTERM if asked_to_end.is_set() else signal.SIGINT))
     watch.close()
